@@ -1,0 +1,241 @@
+"""Dynamic routing: parents that a child's vote agrees with get more of the child.
+
+Sabour, Frosst, Hinton 2017, "Dynamic routing between capsules", procedure 1:
+
+    u_ij = x_i W_ij                                     votes
+    b_ij = 0
+    repeat T times:
+        c_ij = exp b_ij / sum_j exp b_ij                each child's shares over its parents
+        s_j  = sum_i c_ij u_ij
+        v_j  = squash(s_j)
+        b_ij = b_ij + <u_ij, v_j>                       (not after the last round)
+
+Since b is linear in v, the sum of all v so far is all there is to keep: b_ij = prior_ij + <u_ij, sum of v_j>.
+That sum is the `state` of a call.
+
+The named options cover the published variants (each paper's settings are a preset of `Dynamic`):
+
+    accumulate=False      b_ij = prior_ij + <u_ij, v_j> of the last round alone         Su 2018
+    inner_squash          the squash of every round but the last                        Su 2018, second form
+    agreement="cosine"    cos(u_ij, s_j) instead of <u_ij, v_j>; 0 where either is 0    Hauser 2019
+    normalize="children"  c_ij = exp b_ij / sum_i exp b_ij                              Hauser 2019, formulas
+    leaky                 a parent "none of the above" with logit 0 takes its share     Sabour 2017, code
+    bias                  s_j = sum_i c_ij u_ij + bias_j in every round                 Sabour 2017, code
+    prior                 b_ij starts at a learned prior_ij                             Sabour 2017, "log priors"
+    detach="all_but_last" the rounds before the last are constants to the gradient      widespread in open code
+    detach="coupling"     so is the coupling of the last round                          Hauser 2019, eq. 18
+
+Activations are ignored: the length of a pose is what says how present a capsule is.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from torchcaps.routing._round import Backend, Call, Over, couple, enter
+from torchcaps.routing._rule import Rule
+from torchcaps.squash import Squash
+from torchcaps.squash import squash as apply_squash
+from torchcaps.types import Routed
+
+__all__ = ["Dynamic", "dynamic"]
+
+Agreement = Literal["dot", "cosine"]
+Detach = Literal["none", "all_but_last", "coupling"]
+
+su_squash = functools.partial(apply_squash, a=0.5)
+"""Su's r^2 / (0.5 + r^2)."""
+
+
+def dynamic(
+    poses: Tensor,
+    weight: Tensor,
+    activations: Tensor | None = None,
+    *,
+    iterations: int = 3,
+    accumulate: bool = True,
+    agreement: Agreement = "dot",
+    normalize: Over = "parents",
+    squash: Squash = "sabour",
+    inner_squash: Squash | None = None,
+    leaky: bool = False,
+    detach: Detach = "none",
+    prior: Tensor | None = None,
+    bias: Tensor | None = None,
+    vote_offset: Tensor | None = None,
+    mask: Tensor | None = None,
+    start: Tensor | None = None,
+    child_ids: Tensor | None = None,
+    backend: Backend = "auto",
+    return_coupling: bool | Literal["all"] = False,
+) -> Routed:
+    """Route children to parents by agreement (the equations stand on top of this file).
+
+    poses        `[N, I, R, P]`.
+    weight       `[I, J, P, Q]`, or `[1, J, P, Q]` shared by all children.
+    activations  `[N, I]` or None; ignored.
+    iterations   T, 1 or more; 1 is no routing: uniform coupling.
+    squash       a kind of `torchcaps.squash`, or a callable on `[N, J, R, Q]`.
+    prior        `[I, J]`, added to the logits of every round.
+    bias         `[J, R, Q]`.
+    vote_offset  `[I | 1, J | 1, R, Q]`, or with a leading N, added to the votes.
+    mask         `[N, I]`, True for a child that takes part; what a masked child holds changes nothing.
+    start        the `state` of an earlier call, `[N, J, R, Q]`: the rounds go on from there.
+    child_ids    `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
+
+    Returns `Routed`: poses `[N, J, R, Q]`; no activations; coupling `[N, I, J]`, or `[T, N, I, J]` for "all"; state.
+    Raises ValueError where shapes or settings do not fit.
+
+    >>> routed = dynamic(torch.randn(2, 6, 1, 8), torch.randn(6, 3, 8, 16), return_coupling=True)
+    >>> routed.poses.shape, routed.coupling.sum(2).allclose(torch.ones(2, 6))
+    (torch.Size([2, 3, 1, 16]), True)
+    """
+    _check_settings(agreement, normalize, leaky, detach, child_ids is not None)
+    call = enter(
+        poses, weight, activations, vote_offset=vote_offset, mask=mask, child_ids=child_ids,
+        iterations=iterations, backend=backend, return_coupling=return_coupling,
+    )  # fmt: skip
+    N, I, J, R, Q = call.sizes
+    with call.own_precision():
+        v, state, rounds = _reference(
+            call, iterations, accumulate, agreement == "cosine", normalize, squash,
+            squash if inner_squash is None else inner_squash, leaky, detach,
+            call.tensor("prior", prior, I, J), call.tensor("bias", bias, J, R, Q),
+            call.tensor("start", start, N, J, R, Q),
+        )  # fmt: skip
+    return call.answer(v, rounds, state)
+
+
+def _reference(
+    call: Call,
+    T: int,
+    accumulate: bool,
+    cosine: bool,
+    normalize: Over,
+    squash: Squash,
+    inner_squash: Squash,
+    leaky: bool,
+    detach: Detach,
+    prior: Tensor | None,
+    bias: Tensor | None,
+    V: Tensor | None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The equations, line by line. V is the state: the sum of v (or of normalised s) so far."""
+    N, I, J, _, _ = call.sizes
+    u = call.votes()
+    seen = u.detach() if detach == "all_but_last" else u  # the votes as all but the last sum sees them
+    direction = apply_squash(seen, "normalize") if cosine else seen
+    rounds = []
+    for t in range(1, T + 1):
+        last = t == T
+        b = call.zeros(N, I, J) if V is None else torch.einsum("nijrq,njrq->nij", direction, V)
+        if prior is not None:
+            b = b + prior
+        c = couple(b, over=normalize, mask=call.mask, child_ids=call.child_ids, leaky=leaky)
+        if detach == "coupling":
+            c = c.detach()
+        s = torch.einsum("nij,nijrq->njrq", c, u if last else seen)
+        if bias is not None:
+            s = s + bias
+        v = apply_squash(s, inner_squash)
+        step = apply_squash(s, "normalize") if cosine else v
+        V = step if V is None or not accumulate else V + step
+        if last:
+            v = apply_squash(s, squash)
+        elif detach == "all_but_last":
+            V = V.detach()
+        rounds.append(c)
+    assert V is not None
+    return v, V, rounds
+
+
+def _check_settings(agreement: str, normalize: str, leaky: bool, detach: str, windows: bool) -> None:
+    for name, value, choices in (
+        ("agreement", agreement, ("dot", "cosine")),
+        ("normalize", normalize, ("parents", "children")),
+        ("detach", detach, ("none", "all_but_last", "coupling")),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}: take one of {', '.join(map(repr, choices))}")
+    if normalize == "children" and (leaky or windows):
+        what = "leaky=True adds a parent" if leaky else "child_ids lets parents of several windows compete"
+        raise ValueError(f"{what}, so the shares must be taken over parents, but normalize='children'")
+
+
+@dataclass(frozen=True)
+class Dynamic(Rule):
+    """Settings of `dynamic`, whose keywords the fields are. Two flags say what a layer should learn beside its weight:
+
+    learn_prior  a prior `[I, J]` to the logits, starting at 0.
+    learn_bias   a bias `[J, R, Q]`, starting at 0.1 as in Sabour's code.
+    """
+
+    iterations: int = 3
+    accumulate: bool = True
+    agreement: Agreement = "dot"
+    normalize: Over = "parents"
+    squash: Squash = "sabour"
+    inner_squash: Squash | None = None
+    leaky: bool = False
+    detach: Detach = "none"
+    learn_prior: bool = False
+    learn_bias: bool = False
+
+    function: ClassVar[Callable[..., Routed]] = dynamic
+
+    def __post_init__(self) -> None:
+        _check_settings(self.agreement, self.normalize, self.leaky, self.detach, False)
+
+    @classmethod
+    def sabour(cls, iterations: int = 3) -> "Dynamic":
+        """As in the paper of Sabour, Frosst and Hinton 2017."""
+        return cls(iterations=iterations)
+
+    @classmethod
+    def sabour_code(cls, iterations: int = 3, leaky: bool = False) -> "Dynamic":
+        """As in the code of that paper: with a bias inside every round, leaky for CIFAR-10."""
+        return cls(iterations=iterations, leaky=leaky, learn_bias=True)
+
+    @classmethod
+    def su_first(cls, iterations: int = 3) -> "Dynamic":
+        """Su 2018, first form: logits replaced by the last agreement, not accumulated; squash r^2 / (0.5 + r^2)."""
+        return cls(iterations=iterations, accumulate=False, squash=su_squash)
+
+    @classmethod
+    def su(cls, iterations: int = 3) -> "Dynamic":
+        """Su 2018, second form: as the first, but parents are l2-normalised inside and squashed once, at the end."""
+        return cls(iterations=iterations, accumulate=False, squash=su_squash, inner_squash="normalize")
+
+    @classmethod
+    def hauser(cls, iterations: int = 3, normalize: Over = "children") -> "Dynamic":
+        """Hauser 2019, products of expert capsules: cosine agreement; shares over children as in its formulas."""
+        return cls(iterations=iterations, agreement="cosine", normalize=normalize, detach="coupling")
+
+    @property
+    def sums_to(self) -> Over | None:
+        """As `normalize` says; a leak takes a share of its own, so that None holds."""
+        return None if self.leaky else self.normalize
+
+    def learned(self, I: int, J: int, R: int, P: int, Q: int) -> dict[str, Tensor]:
+        """`prior` `[I, J]` at 0 and `bias` `[J, R, Q]` at 0.1, where the flags ask for them."""
+        start = {}
+        if self.learn_prior:
+            start["prior"] = torch.zeros(I, J)
+        if self.learn_bias:
+            start["bias"] = torch.full((J, R, Q), 0.1)
+        return start
+
+    def weight_std(self, I: int, J: int, R: int, P: int, Q: int) -> float:
+        """Makes the first round's s_j 2.5 times as long as a child, for votes of random direction.
+
+        Sabour's squash maps a length r = k l to k^2 l^2 / (1 + k^2 l^2). In a stack of such layers lengths neither die
+        nor saturate only for k > 2: then l = (1 + sqrt(1 - 4/k^2)) / 2, which is 0.8 at k = 2.5, and there the gradient
+        across the direction is kept: k r / (1 + r^2) = 1 at r = 2.
+        """
+        share = 1 / I if self.normalize == "children" else 1 / J
+        gain = 1.0 if self.squash == "identity" else 2.5
+        return gain / (share * (I * Q) ** 0.5)

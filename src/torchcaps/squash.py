@@ -1,0 +1,145 @@
+r"""The squash family: what turns a pose of any length into one whose length can be read as "how present".
+
+Every kind keeps the direction and changes the length r = ||s|| to f(r):
+
+    v = f(r) s / r,    v = 0 at s = 0
+
+    kind         f(r)              source
+    sabour       r^2 / (a + r^2)   Sabour, Frosst, Hinton 2017, eq. 1 (a = 1); Su 2018 (a = 0.5)
+    tanh         tanh r            Su 2018
+    exp          1 - e^-r          Su 2018; Mazzia et al. 2021 (Efficient-CapsNet)
+    rational     r / (1 + r)       Su 2018
+    normalize    1                 Su 2018, inside the rounds
+    identity     r                 no squash
+
+`sabour` is flat at 0 (Jacobian 0: a capsule that is exactly zero gets no gradient); `tanh`, `exp` and `rational` have
+Jacobian 1 there and no dead zone. Every bounded kind shrinks gradients somewhere: sabour's by 1.54 at the least.
+
+The textbook quotient gives NaN at 0, loses everything below 1e-19 in float32 and overflows at length 256 in float16.
+Here lengths are scaled by the largest entry before they are squared, quotients f(r)/r have no singularity, and float16
+and bfloat16 calculate in float32.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["KINDS", "Squash", "safe_norm", "squash", "unsquash"]
+
+Squash = str | Callable[[Tensor], Tensor]
+
+KINDS = ("sabour", "tanh", "exp", "rational", "normalize", "identity")
+
+# below this length tanh(r)/r and (1 - e^-r)/r are taken from their series, whose rest is then below 1e-17
+_SERIES_BELOW = 1e-2
+
+
+def squash(
+    s: Tensor, kind: Squash = "sabour", dim: int | Sequence[int] = (-2, -1), a: float = 1.0, eps: float = 0.0
+) -> Tensor:
+    """Change the length of `s` over `dim` to f(length) and keep its direction.
+
+    s     any shape; by default the last two dimensions are one pose `[R, Q]`. For vectors in the last one: `dim=-1`.
+    kind  one of `KINDS` (table on top of this file), or a callable `s -> v` of the same shape, that takes its place.
+    a     the constant of kind "sabour", above 0; no other kind has one.
+    eps   added to the squared length before anything else, as some published code does: Su's is `a=0.5, eps=1e-7`.
+
+    Returns a tensor like `s`. Raises ValueError for an unknown kind, a dimension that `s` has not, integers, a <= 0.
+
+    >>> squash(torch.tensor([3.0, 4.0]), dim=-1)  # length 5 becomes 25/26
+    tensor([0.5769, 0.7692])
+    """
+    if callable(kind):
+        v = kind(s)
+        if v.shape != s.shape:
+            raise ValueError(
+                f"the squash {kind!r} turned shape {list(s.shape)} into {list(v.shape)}: it must keep the shape"
+            )
+        return v
+    if kind not in KINDS:
+        raise ValueError(f"unknown squash {kind!r}: take one of {', '.join(KINDS)}, or a callable")
+    if not a > 0 or (a != 1.0 and kind != "sabour"):
+        raise ValueError(f"a={a} with squash {kind!r}: only 'sabour' has the constant a, and it must be above 0")
+    dim = _check(s, dim, "squash")
+    if kind == "identity":
+        return s
+    x = s.to(torch.promote_types(s.dtype, torch.float32))
+    if kind == "normalize" and not eps > 0:
+        x = x / _largest(x, dim)  # a length near 1 to divide by, whose gradient cannot overflow
+    r = (x.square().sum(dim, keepdim=True) + eps).sqrt() if eps > 0 else safe_norm(x, dim, keepdim=True)
+    return (x * _gain(r, kind, a)).to(s.dtype)
+
+
+def unsquash(v: Tensor, dim: int | Sequence[int] = (-2, -1)) -> Tensor:
+    """The inverse of Sabour's squash: `v / sqrt(n (1 - n))` with n the length of `v`, defined for n < 1.
+
+    The way back loses digits as n nears 1: the relative error grows by (1 + r^2) / 2 for a result of length r (float32:
+    1e-4 at r = 10, 2e-2 at r = 100). Lengths above 1 - 1e-6 (float64: 1 - 1e-12) are read as that. The slope at 0 is
+    infinite; its gradient there is declared 0. Where the pre-activation is at hand, use it instead.
+
+    Source: Hauser 2019 (products of expert capsules).
+
+    >>> unsquash(squash(torch.tensor([3.0, 4.0]), dim=-1), dim=-1).round(decimals=3)
+    tensor([3., 4.])
+    """
+    dim = _check(v, dim, "unsquash")
+    x = v.to(torch.promote_types(v.dtype, torch.float32))
+    n = safe_norm(x, dim, keepdim=True)
+    zero = n == 0
+    n = n.masked_fill(zero, 0.5).clamp(max=1 - (1e-12 if x.dtype == torch.float64 else 1e-6))
+    return (x * (n * (1 - n)).rsqrt().masked_fill(zero, 0.0)).to(v.dtype)
+
+
+def safe_norm(s: Tensor, dim: int | Sequence[int] = (-2, -1), keepdim: bool = False) -> Tensor:
+    """Euclidean length over `dim` that neither over- nor underflows, and whose gradient at 0 is 0.
+
+    >>> safe_norm(torch.tensor([3e-30, 4e-30]), dim=-1)
+    tensor(5.0000e-30)
+    """
+    dim = _check(s, dim, "safe_norm")
+    x = s.to(torch.promote_types(s.dtype, torch.float32))
+    m = _largest(x, dim)  # ||s|| = m ||s / m|| for every m, so m may be a constant to the gradient
+    q = (x / m).square().sum(dim, keepdim=True)
+    zero = q == 0
+    r = (q.masked_fill(zero, 1.0).sqrt() * m).masked_fill(zero, 0.0).to(s.dtype)
+    return r if keepdim else r.squeeze(dim)
+
+
+def _largest(x: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """The largest magnitude over `dim` as a constant, 1 where all is 0."""
+    m = x.detach().abs().amax(dim, keepdim=True)
+    return m.masked_fill(m == 0, 1.0)
+
+
+def _gain(r: Tensor, kind: str, a: float) -> Tensor:
+    """f(r) / r, without a singularity at 0 in value or gradient."""
+    if kind == "sabour":
+        # r / (a + r^2), as t / (1 + a t^2) with t = 1/r above 1, where r^2 could overflow
+        large = r > 1
+        t = r.masked_fill(~large, 1.0).reciprocal()
+        return torch.where(large, t / (1 + a * t.square()), r / (a + r.masked_fill(large, 1.0).square()))
+    if kind == "rational":
+        return 1 / (1 + r)
+    if kind == "normalize":
+        zero = r == 0
+        return r.masked_fill(zero, 1.0).reciprocal().masked_fill(zero, 0.0)
+    small = r < _SERIES_BELOW
+    x, y = r.masked_fill(~small, 0.0), r.masked_fill(small, 1.0)
+    if kind == "tanh":
+        q = x.square()
+        return torch.where(small, 1 - q * (1 / 3 - q * (2 / 15 - q * (17 / 315))), y.tanh() / y)
+    series = 1 - x / 2 * (1 - x / 3 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7)))))
+    return torch.where(small, series, -torch.expm1(-y) / y)
+
+
+def _check(s: Tensor, dim: int | Sequence[int], who: str) -> tuple[int, ...]:
+    """The dimensions as a tuple, or a ValueError."""
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    if not s.is_floating_point():
+        raise ValueError(f"{who} wants floating-point numbers, not {s.dtype}: call .float() first")
+    if not dims or any(not -s.dim() <= d < s.dim() for d in dims):
+        raise ValueError(
+            f"{who} over dim={dims} of a tensor of shape {list(s.shape)}: no such dimension; give dim=-1 for vectors"
+        )
+    return dims

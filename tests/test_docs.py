@@ -1,0 +1,45 @@
+"""Every code block of the documents runs, and every example in a docstring gives what it says."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchcaps
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+MODULES = ["torchcaps", *(m.name for m in pkgutil.walk_packages(torchcaps.__path__, "torchcaps."))]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_code_blocks_of_a_page_run_in_order(page: Path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in python_blocks(page):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_the_pages_known_to_hold_code_hold_it():
+    counts = {page.name: len(python_blocks(page)) for page in PAGES}
+    assert counts["adding-an-algorithm.md"] >= 5
+    assert counts["README.md"] >= 1
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_give_what_they_say(name: str):
+    failed, _ = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch})
+    assert failed == 0
+
+
+def test_docstrings_have_examples():
+    found = sum(len(t.examples) for name in MODULES for t in doctest.DocTestFinder().find(importlib.import_module(name)))
+    assert found >= 10
