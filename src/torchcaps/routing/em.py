@@ -189,5 +189,11 @@ class EM(Rule):
         return {"beta_a": torch.zeros(J), "beta_u": torch.zeros(J)}
 
     def weight_std(self, I: int, J: int, R: int, P: int, Q: int) -> float:
-        """Makes the mean of I votes of random direction as long as a child."""
-        return float((I / Q) ** 0.5)
+        """Keeps the length of poses through a stack; the routing itself does not see their scale, `min_variance` apart.
+
+        The mean of I votes of random direction is sqrt(I) times shorter than one of them. After one round that is the
+        parent: sqrt(I / Q) makes it as long as a child. Later rounds leave a parent with the few votes that agree, and
+        the same weights made poses 100 to 4000 times longer over 6 layers; the middle way of I^(1/4) / sqrt(Q) stays
+        within a factor of 20 either way, measured.
+        """
+        return float(I ** (0.5 if self.iterations == 1 else 0.25) / Q**0.5)

@@ -1,0 +1,165 @@
+"""A parent of each type at every place, which hears the children in the window below it.
+
+    out = floor((size + 2 padding - kernel) / stride) + 1        on each axis
+    parent at o hears the children at  o stride - padding + k,   k = 0 .. kernel - 1, of every type
+
+A window is one more example for the rule: its batch is N * windows, the window fastest, and its children are the entries of
+the window in the order type, kernel row, kernel column. Weights are the same in every window. What lies outside the map is
+masked, not zero: a window at the border has fewer children.
+
+    competition="window"    a child shares 1 among the parent types of each window that sees it         Tsai et al. 2020
+    competition="all"       a child shares 1 among the parents of all windows that see it               Hinton et al. 2018
+
+With "all", one round from nothing gives each parent 1 / (J * windows that see the child).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torchcaps.layers._layer import Init, RoutedLayer, check_window, per_axis, positive
+from torchcaps.routing import Backend, Rule
+from torchcaps.types import Capsules, Pose, Routed
+
+__all__ = ["ConvCapsules"]
+
+Competition = Literal["window", "all"]
+
+
+class ConvCapsules(RoutedLayer):
+    """A map of capsules `[N, C, *spatial, R, P]` to a map `[N, J, *out, R, Q]`.
+
+    in_types      C.
+    out_types     J.
+    in_pose       `(R, P)`, or P for vectors.
+    out_pose      `(R, Q)` with the same R, or Q.
+    kernel_size, stride, padding  one number, or one per axis.
+    routing       a rule, e.g. `EM.hinton()`.
+    competition   "window" or "all", as above; "all" wants a rule whose shares run over parents.
+    spatial_dims  1, 2 or 3.
+    init          standard deviation of the initial weights, or a callable that fills them; None asks the rule.
+
+    `weight` is `[C * kernel, J, P, Q]`; `learned` holds what the rule learns. Raises ValueError where sizes do not fit.
+
+    >>> from torchcaps.routing import Attention
+    >>> layer = ConvCapsules(8, 16, (4, 4), (4, 4), kernel_size=3, stride=2, routing=Attention.tsai())
+    >>> layer(Capsules(torch.randn(2, 8, 7, 9, 4, 4))).poses.shape
+    torch.Size([2, 16, 3, 4, 4, 4])
+    """
+
+    def __init__(
+        self,
+        in_types: int,
+        out_types: int,
+        in_pose: Pose,
+        out_pose: Pose,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        *,
+        routing: Rule,
+        competition: Competition = "window",
+        spatial_dims: int = 2,
+        init: Init = None,
+    ) -> None:
+        name = type(self).__name__
+        if spatial_dims not in (1, 2, 3):
+            raise ValueError(f"{name}: spatial_dims={spatial_dims!r} must be 1, 2 or 3")
+        if competition not in ("window", "all"):
+            raise ValueError(f"{name}: competition={competition!r} must be 'window' or 'all'")
+        kernel = per_axis(name, "kernel_size", kernel_size, spatial_dims, 1)
+        steps = per_axis(name, "stride", stride, spatial_dims, 1)
+        weights = positive(name, "in_types", in_types) * math.prod(kernel)
+        rivals = positive(name, "out_types", out_types)
+        if competition == "all":  # as many parents share a child as there are in the windows that see it
+            rivals *= math.prod(math.ceil(k / s) for k, s in zip(kernel, steps, strict=True))
+        super().__init__(weights, out_types, in_pose, out_pose, routing=routing, init=init, rivals=rivals)
+        if competition == "all" and routing.sums_to == "children":
+            raise ValueError(
+                f"{name}: with competition='all' the parents of several windows compete for a child, but in {routing} the "
+                "children compete for a parent: take competition='window', or a rule whose shares run over parents"
+            )
+        self.in_types = in_types
+        self.kernel_size, self.stride = kernel, steps
+        self.padding = per_axis(name, "padding", padding, spatial_dims, 0)
+        self.competition = competition
+
+    def route(
+        self,
+        capsules: Capsules,
+        mask: Tensor | None = None,
+        *,
+        start: Any = None,
+        backend: Backend = "auto",
+        return_coupling: bool | Literal["all"] = False,
+    ) -> Routed:
+        """All that the rule gives, its parents as a map.
+
+        `mask` `[N, C, *spatial]`. Poses `[N, J, *out, R, Q]` and activations `[N, J, *out]` are what `forward` gives;
+        coupling `[N * windows, C * kernel, J]` and the state, which `start` takes, are the rule's own, window by window.
+        """
+        self._check(capsules, mask)
+        poses, activations = capsules
+        N, C, *spatial = poses.shape[:-2]
+        if len(spatial) != len(self.kernel_size) or C != self.in_types:
+            raise ValueError(
+                f"{self.name} takes a map of {self.in_types} types and {len(self.kernel_size)} spatial sizes, but poses "
+                f"{list(poses.shape)} hold {C} types at {spatial}: build it with in_types and spatial_dims as the input has them"
+            )
+        check_window(self.name, spatial, self.kernel_size, self.padding)
+        if mask is None and any(self.padding):
+            mask = poses.new_ones((1, C, *spatial), dtype=torch.bool).expand(N, *[-1] * (1 + len(spatial)))
+        children = self._windows(poses)
+        routed = self.routing(
+            children,
+            self.weight,
+            None if activations is None else self._windows(activations),
+            mask=None if mask is None else self._windows(mask),
+            start=start,
+            child_ids=self._child_ids(spatial, poses.device) if self.competition == "all" else None,
+            backend=backend,
+            return_coupling=return_coupling,
+            **self.learned,
+        )
+        out = self.out_size(spatial)
+        return routed._replace(
+            poses=_as_map(routed.poses, N, out),
+            activations=None if routed.activations is None else _as_map(routed.activations, N, out),
+        )
+
+    def out_size(self, spatial: Sequence[int]) -> tuple[int, ...]:
+        """Spatial sizes of the map of parents, from those of the children's."""
+        axes = zip(spatial, self.kernel_size, self.stride, self.padding, strict=True)
+        return tuple((size + 2 * p - k) // s + 1 for size, k, s, p in axes)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_types={self.in_types}, {super().extra_repr()}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, competition={self.competition!r}"
+        )
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """`[N, C, *spatial, *rest]`, padded by 0 or False, as `[N * windows, C * kernel, *rest]`."""
+        axes = len(self.kernel_size)
+        rest = x.dim() - 2 - axes
+        if any(self.padding):
+            x = pad(x, (0, 0) * rest + tuple(p for size in reversed(self.padding) for p in (size, size)))
+        for axis, (k, s) in enumerate(zip(self.kernel_size, self.stride, strict=True), start=2):
+            x = x.unfold(axis, k, s)  # a view: the axis now counts windows, their entries come last
+        out, tail = range(2, 2 + axes), range(2 + axes, 2 + axes + rest)
+        x = x.permute(0, *out, 1, *range(2 + axes + rest, x.dim()), *tail)
+        return x.flatten(1 + axes, 1 + 2 * axes).flatten(0, axes)
+
+    def _child_ids(self, spatial: Sequence[int], device: torch.device) -> Tensor:
+        """`[windows, C * kernel]`: the number of each entry's child; entries in the padding, which are masked, have 0."""
+        ids = torch.arange(self.in_types * math.prod(spatial), device=device)
+        return self._windows(ids.view(1, self.in_types, *spatial))
+
+
+def _as_map(x: Tensor, N: int, out: Sequence[int]) -> Tensor:
+    """`[N * windows, J, ...]` as `[N, J, *out, ...]`."""
+    return x.unflatten(0, (N, *out)).movedim(1 + len(out), 1)

@@ -1,0 +1,112 @@
+"""Every parent hears every child, and each pair has a weight of its own (Sabour, Frosst, Hinton 2017: DigitCaps)."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter, is_lazy
+
+from torchcaps.layers._layer import Init, RoutedLayer
+from torchcaps.layers.coordinates import coordinate_offset
+from torchcaps.routing import Backend, Rule
+from torchcaps.types import Capsules, Pose, Routed
+
+__all__ = ["FullyConnectedCapsules"]
+
+
+class FullyConnectedCapsules(RoutedLayer):
+    """Capsules `[N, I, R, P]`, or a map, which is flattened to I = C * positions, to `[N, J, R, Q]`.
+
+    in_caps      I, or None to take it from the first input: that call makes the parameters, so run it before an optimiser,
+                 `torch.compile` or a count of parameters sees the layer. A map must keep its size: each place has weights.
+    out_caps     J.
+    in_pose      `(R, P)`, or P for vectors.
+    out_pose     `(R, Q)` with the same R, or Q.
+    routing      a rule, e.g. `Dynamic.sabour()`.
+    init         standard deviation of the initial weights, or a callable that fills them; None asks the rule.
+    coordinates  add each child's place to its votes (`coordinate_offset`): maps only.
+
+    `weight` is `[I, J, P, Q]`; `learned` holds what the rule learns. Raises ValueError where sizes do not fit.
+
+    >>> from torchcaps.routing import Dynamic
+    >>> layer = FullyConnectedCapsules(1152, 10, 8, 16, routing=Dynamic.sabour())
+    >>> layer(Capsules(torch.randn(2, 32, 6, 6, 1, 8))).poses.shape
+    torch.Size([2, 10, 1, 16])
+    """
+
+    def __init__(
+        self,
+        in_caps: int | None,
+        out_caps: int,
+        in_pose: Pose,
+        out_pose: Pose,
+        *,
+        routing: Rule,
+        init: Init = None,
+        coordinates: bool = False,
+    ) -> None:
+        super().__init__(in_caps, out_caps, in_pose, out_pose, routing=routing, init=init)
+        self.in_caps = in_caps
+        self.coordinates = coordinates
+
+    def route(
+        self,
+        capsules: Capsules,
+        mask: Tensor | None = None,
+        *,
+        start: Any = None,
+        backend: Backend = "auto",
+        return_coupling: bool | Literal["all"] = False,
+    ) -> Routed:
+        """All that the rule gives. `mask` has the poses' leading shape; `start`, `backend`, `return_coupling`: see the rule."""
+        self._check(capsules, mask)
+        types, spatial = capsules.poses.shape[1], capsules.spatial
+        children = types * math.prod(spatial)
+        if self.in_caps is None:
+            self._materialize(children)
+        if children != self.in_caps:
+            what = " x ".join(map(str, (types, *spatial)))
+            raise ValueError(
+                f"{self.name} has weights for {self.in_caps} children, but poses {list(capsules.poses.shape)} hold "
+                f"{what}{f' = {children}' if spatial else ''}: build it with in_caps={children} (or None), or take "
+                "SharedCapsules, which hears any number"
+            )
+        poses, activations = capsules.flatten()
+        offset = None
+        if self.coordinates:
+            offset = coordinate_offset(types, spatial, self.out_pose, device=poses.device, dtype=poses.dtype)
+        return self.routing(
+            poses,
+            self.weight,
+            activations,
+            vote_offset=offset,
+            mask=None if mask is None else mask.flatten(1),
+            start=start,
+            backend=backend,
+            return_coupling=return_coupling,
+            **self.learned,
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_caps={self.in_caps}, {super().extra_repr()}"
+
+    def _materialize(self, children: int) -> None:
+        assert isinstance(self.weight, UninitializedParameter)
+        self.weight.materialize((children, self.out_caps, self.in_pose[1], self.out_pose[1]))
+        self.in_caps = children
+        self._start()
+
+    # What torch's own lazy modules do: a stored layer gives a new one its size, and one without numbers can be stored.
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        stored = state_dict.get(f"{prefix}weight")
+        if self.in_caps is None and isinstance(stored, Tensor) and not is_lazy(stored):
+            self._materialize(stored.shape[0])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.in_caps is None:
+            destination[f"{prefix}weight"] = self.weight
+        else:
+            super()._save_to_state_dict(destination, prefix, keep_vars)

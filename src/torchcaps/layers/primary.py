@@ -1,0 +1,103 @@
+"""The first capsules: one convolution whose channels, taken together at each position, are poses.
+
+    channel of entry (r, p) of type c        (c R + r) P + p
+    channel of the activation of type c      C R P + c             with activations=True
+
+Sabour, Frosst, Hinton 2017: 32 types of 8 numbers, kernel 9, stride 2, squashed. Hinton, Sabour, Frosst 2018: kernel 1, 4x4
+poses without a squash, sigmoid activations. Tsai et al. 2020: poses through a LayerNorm that all share, no squash, no bias.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchcaps.layers._layer import check_window, per_axis, positive
+from torchcaps.squash import Squash
+from torchcaps.squash import squash as apply_squash
+from torchcaps.types import Capsules, Pose, pose_shape
+
+__all__ = ["PrimaryCapsules"]
+
+_CONVOLUTIONS = {1: (nn.Conv1d, nn.LazyConv1d), 2: (nn.Conv2d, nn.LazyConv2d), 3: (nn.Conv3d, nn.LazyConv3d)}
+
+
+class PrimaryCapsules(nn.Module):
+    """Feature maps `[N, in_channels, *spatial]` to a map of capsules `[N, C, *out, R, P]`.
+
+    in_channels   or None to take it from the first input (then run that before an optimiser sees the layer).
+    types         C, capsules at each position.
+    pose          `(R, P)`, or P for vectors.
+    kernel_size, stride, padding  of the convolution: one number, or one per axis.
+    spatial_dims  1, 2 or 3.
+    squash        a kind of `torchcaps.squash` or a callable, for the poses; "identity" for none.
+    norm          LayerNorm over each pose, before the squash, with one gain and bias `[R, P]` for all; a pose of a single
+                  number is left as it is.
+    activations   give each capsule an activation of its own, the sigmoid of one more channel.
+    bias          of the convolution.
+
+    Raises ValueError where the input does not fit.
+
+    >>> PrimaryCapsules(256, 32, 8, kernel_size=9, stride=2)(torch.randn(2, 256, 20, 20)).poses.shape
+    torch.Size([2, 32, 6, 6, 1, 8])
+    """
+
+    def __init__(
+        self,
+        in_channels: int | None,
+        types: int,
+        pose: Pose,
+        kernel_size: int | Sequence[int] = 1,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        *,
+        spatial_dims: int = 2,
+        squash: Squash = "sabour",
+        norm: bool = False,
+        activations: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if spatial_dims not in _CONVOLUTIONS:
+            raise ValueError(f"{name}: spatial_dims={spatial_dims!r} must be 1, 2 or 3")
+        self.types, self.pose = positive(name, "types", types), pose_shape(pose)
+        self.squash, self.activations = squash, activations
+        R, P = self.pose
+        channels = types * (R * P + activations)
+        kernel = per_axis(name, "kernel_size", kernel_size, spatial_dims, 1)
+        steps = per_axis(name, "stride", stride, spatial_dims, 1)
+        margin = per_axis(name, "padding", padding, spatial_dims, 0)
+        eager, lazy = _CONVOLUTIONS[spatial_dims]
+        self.conv: nn.Module
+        if in_channels is None:
+            self.conv = lazy(channels, kernel, steps, margin, bias=bias)
+        else:
+            self.conv = eager(positive(name, "in_channels", in_channels), channels, kernel, steps, margin, bias=bias)
+        self.norm = nn.LayerNorm(self.pose) if norm and R * P > 1 else None
+
+    def forward(self, x: Tensor) -> Capsules:
+        """`x` `[N, in_channels, *spatial]` to a map of capsules, with activations `[N, C, *out]` where asked for."""
+        self._check(x)
+        R, P = self.pose
+        channels = self.conv(x)
+        poses = channels[:, : self.types * R * P].unflatten(1, (self.types, R, P)).movedim((2, 3), (-2, -1))
+        if self.norm is not None:
+            poses = self.norm(poses)
+        poses = apply_squash(poses, self.squash)
+        return Capsules(poses, channels[:, self.types * R * P :].sigmoid() if self.activations else None)
+
+    def extra_repr(self) -> str:
+        return f"types={self.types}, pose={self.pose}, squash={self.squash!r}, activations={self.activations}"
+
+    def _check(self, x: Tensor) -> None:
+        conv = self.conv
+        axes = len(conv.kernel_size)
+        have = conv.in_channels or "any number of"  # 0 until the first input
+        if not isinstance(x, Tensor) or x.dim() != axes + 2 or x.shape[1] != (conv.in_channels or x.shape[1]):
+            shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"PrimaryCapsules takes maps [N, {have} channels, {axes} spatial sizes], not {shape}: "
+                "build it with in_channels and spatial_dims as the input has them"
+            )
+        check_window("PrimaryCapsules", x.shape[2:], conv.kernel_size, conv.padding)

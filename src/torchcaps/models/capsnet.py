@@ -1,0 +1,357 @@
+"""CapsNet: a convolution, capsules, and an image drawn from the capsule of one class.
+
+Sabour, Frosst, Hinton 2017, "Dynamic routing between capsules", section 4, for an image of 28x28:
+
+    stem            convolution 9x9, stride 1, 256 channels, ReLU            1x28x28 -> 256x20x20
+    primary         convolution 9x9, stride 2, squash                        -> 32 types x 6x6 capsules of 8 numbers
+    class_caps      3 rounds of dynamic routing, a weight for each pair      1152 -> 10 capsules of 16 numbers
+    scores          their lengths                                            10
+    decoder         all but one class set to 0; 160 -> 512 -> 1024 -> 784, ReLU, ReLU, sigmoid
+
+8,215,568 parameters, 6,804,224 without the decoder. The decoder keeps the capsule of the label in training, and the
+longest one in evaluation.
+
+Added to the paper, for images of other sizes:
+
+    Per axis the stem's stride is the smallest that leaves at most 32 positions: 1 up to 40 pixels, 2 at 64, 7 at 224.
+    So there are never more than 32 x 12 x 12 = 4608 primary capsules with the paper's kernels. Where the stride would
+    pass the kernel's size (above 296 pixels) the kernel grows with it, so that every pixel is seen.
+
+Any rule may take the place of dynamic routing. What a class says its presence by then changes, and with it the primary
+capsules (`scores`):
+
+                    primary capsules                      a class's score
+    "lengths"       squashed poses                        the length of its pose                    dynamic routing
+    "activations"   poses as they are, a sigmoid each     its activation                            EM
+    "logits"        poses through a LayerNorm             linear in its pose, alike for all         inverted attention
+
+The last is that of Tsai et al. 2020: behind a LayerNorm all lengths are nearly equal, and say nothing.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchcaps.layers import FullyConnectedCapsules, MaskedDecoder, PrimaryCapsules
+from torchcaps.routing import Attention, Dynamic, Rule
+from torchcaps.types import Capsules, Pose, pose_shape
+
+__all__ = ["CapsNet", "Output", "Scores"]
+
+Scores = Literal["lengths", "activations", "logits"]
+
+LARGEST_MAP = 32
+"""Positions per axis that the stem leaves at most, where the stride is not given."""
+
+PAPER_ROUTING = Dynamic.sabour()
+
+_PRIMARY: dict[str, dict[str, Any]] = {
+    "lengths": {"squash": "sabour"},
+    "activations": {"squash": "identity"},
+    "logits": {"squash": "identity", "norm": True},
+}
+
+
+class Output(NamedTuple):
+    """What a model gives to those who bring labels.
+
+    scores          `[N, classes]`, the same as without labels.
+    reconstruction  `[N, C, H, W]` in 0..1, or None without a decoder.
+    capsules        the class capsules, poses `[N, classes, R, Q]`.
+    """
+
+    scores: Tensor
+    reconstruction: Tensor | None
+    capsules: Capsules
+
+
+class CapsNet(nn.Module):
+    """Images to one score per class (the architecture and its source stand on top of this file).
+
+    in_chans, image_size   of the images: `[N, in_chans, H, W]`; `image_size` is H = W, or `(H, W)`.
+    routing                any rule, e.g. `Dynamic.sabour()`. EM's paper has matrix poses: `primary_pose=(4, 4)`,
+                           `class_pose=(4, 4)`.
+    scores                 "lengths", "activations" or "logits"; None picks by the rule: activations where it needs
+                           them, logits for `Attention`, lengths otherwise.
+    decoder                True for the paper's with its `hidden` layers, False for none, or a module of your own:
+                           `decoder(poses [N, classes, R, Q], keep [N, classes]) -> [N, in_chans, H, W]`. The paper's
+                           has 1024 weights per number of the image, 154 million for 3x224x224; `layers.ConvDecoder` is
+                           smaller.
+    stem_channels, kernel_size, stem_stride, stem_padding  of the first convolution. `stem_stride=None` is per axis the
+                           smallest that leaves at most 32 positions: 1 up to 40 pixels.
+    stem                   a module that takes the first convolution's place, `[N, in_chans, H, W]` to a map
+                           `[N, channels, h, w]` of any size; the four settings before are then not used.
+    primary_types, primary_pose, primary_kernel_size, primary_stride  of the primary capsules.
+    class_pose             pose of the class capsules: `(R, Q)` with the primary capsules' R, or Q.
+
+    Kernels, strides and padding are one number, or one per axis.
+
+    `model(x)` gives scores `[N, num_classes]`; `model(x, labels)` gives `Output`. `labels` are class indices `[N]` or
+    presence `[N, num_classes]`, and only the decoder sees them. To train without a reconstruction, build the model with
+    `decoder=False`: parameters that get no gradient are an error to DistributedDataParallel.
+
+    Attribute `scores` says what the scores are. Lengths and activations are independent of each other and in 0..1 (a
+    length as far as the rule's squash keeps it there); logits are any number. `probabilities` reads each of them.
+
+    Every place of the image has weights of its own, so that the size is fixed. Raises ValueError where an image is too
+    small for the kernels, or is not of the size or channels that the model was built for.
+
+    >>> model = CapsNet(in_chans=3, image_size=(37, 52), num_classes=5)
+    >>> model(torch.rand(2, 3, 37, 52)).shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        in_chans: int = 1,
+        num_classes: int = 10,
+        image_size: int | Sequence[int] = 28,
+        *,
+        routing: Rule = PAPER_ROUTING,
+        scores: Scores | None = None,
+        decoder: bool | nn.Module = True,
+        hidden: Sequence[int] = (512, 1024),
+        stem: nn.Module | None = None,
+        stem_channels: int = 256,
+        kernel_size: int | Sequence[int] = 9,
+        stem_stride: int | Sequence[int] | None = None,
+        stem_padding: int | Sequence[int] = 0,
+        primary_types: int = 32,
+        primary_pose: Pose = 8,
+        primary_kernel_size: int | Sequence[int] = 9,
+        primary_stride: int | Sequence[int] = 2,
+        class_pose: Pose = 16,
+    ) -> None:
+        super().__init__()
+        for name, number in (("in_chans", in_chans), ("num_classes", num_classes), ("stem_channels", stem_channels)):
+            _whole(name, number, 1)
+        if not isinstance(routing, Rule):
+            raise ValueError(f"CapsNet: routing must be a rule such as routing=Dynamic.sabour(), not {routing!r}")
+        if scores not in (None, *_PRIMARY):
+            raise ValueError(f"CapsNet: scores={scores!r}: take one of {', '.join(map(repr, _PRIMARY))}, or None")
+        self.in_chans, self.num_classes = in_chans, num_classes
+        self.image_size = _pair("image_size", image_size, 1)
+        self.scores: Scores = _scores_of(routing) if scores is None else scores
+        image, primary_kernel = self.image_size, _pair("primary_kernel_size", primary_kernel_size, 1)
+        if stem is None:
+            conv, positions = _first_convolution(
+                in_chans, stem_channels, image, _pair("kernel_size", kernel_size, 1),
+                None if stem_stride is None else _pair("stem_stride", stem_stride, 1),
+                _pair("stem_padding", stem_padding, 0), primary_kernel,
+            )  # fmt: skip
+            stem, channels = nn.Sequential(conv, nn.ReLU()), stem_channels
+        else:
+            channels, *positions = _map_of(stem, (in_chans, *image))
+            if any(n < k for n, k in zip(positions, primary_kernel, strict=True)):
+                raise ValueError(
+                    f"CapsNet: the stem makes a map of {_by(positions)} of an image of {_by(image)}, but the primary "
+                    f"capsules' kernel of {_by(primary_kernel)} needs a map of that size at least: give a smaller "
+                    "primary_kernel_size, or a stem that leaves more"
+                )
+        places = _windows(positions, primary_kernel, _pair("primary_stride", primary_stride, 1))
+        self.stem = stem
+        self.primary = PrimaryCapsules(
+            channels, primary_types, primary_pose, primary_kernel_size, primary_stride,
+            activations=routing.needs_activations, **_PRIMARY[self.scores],
+        )  # fmt: skip
+        self.class_caps = FullyConnectedCapsules(
+            primary_types * places[0] * places[1], num_classes, primary_pose, class_pose, routing=routing
+        )
+        R, Q = pose_shape(class_pose)
+        self.readout = nn.Linear(R * Q, 1) if self.scores == "logits" else None
+        if decoder is True:
+            decoder = MaskedDecoder(num_classes, class_pose, (in_chans, *self.image_size), hidden)
+        self.decoder = None if decoder is False else decoder
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | Output:
+        """Scores `[N, num_classes]` of images `[N, in_chans, H, W]`; with labels, `Output`.
+
+        The reconstruction is made from the capsules of the labels in training mode, from each example's longest one
+        (that of the highest score) in evaluation mode. Scores never depend on labels.
+        """
+        capsules = self.capsules(x)
+        scores = self._score(capsules)
+        if labels is None:
+            return scores
+        keep = self._presence(scores, labels)
+        if self.decoder is None:
+            return Output(scores, None, capsules)
+        return Output(scores, self.decoder(capsules.poses, keep if self.training else _highest(scores)), capsules)
+
+    def capsules(self, x: Tensor) -> Capsules:
+        """The class capsules of images `[N, in_chans, H, W]`, poses `[N, num_classes, R, Q]`."""
+        self._check(x)
+        parents: Capsules = self.class_caps(self.primary(self.stem(x)))
+        return parents
+
+    def reconstruct(self, capsules: Capsules, labels: Tensor | None = None) -> Tensor:
+        """Images `[N, in_chans, H, W]` from the capsules of the labels; without them, from each example's longest one.
+
+        In training and evaluation alike. Of an image that shows two digits, each is drawn by itself with its own label.
+        Raises ValueError for a model without a decoder.
+        """
+        if self.decoder is None:
+            raise ValueError("this CapsNet has no decoder to reconstruct with: build it with decoder=True")
+        scores = self._score(capsules)
+        image: Tensor = self.decoder(
+            capsules.poses, _highest(scores) if labels is None else self._presence(scores, labels)
+        )
+        return image
+
+    def probabilities(self, scores: Tensor, *, multi_label: bool = False) -> Tensor:
+        """Scores `[N, num_classes]` as probabilities.
+
+        Single-label: a distribution over the classes, in the order of the scores. Lengths and activations p_k are taken
+        as the independent chances that class k is there. Given that exactly one is, it is k with a probability of
+
+            p_k / (1 - p_k)  over the sum of that for all classes
+
+        Of ten classes at the margin loss's targets, 0.9 for one and 0.1 for nine, the first gets 0.9; a softmax of the
+        lengths would say 0.2. Logits go through a softmax. A single class has probability 1, whatever its score.
+
+        multi_label: each class's own chance to be there: lengths and activations themselves, at most 1; the sigmoid of
+        logits.
+
+        >>> CapsNet(num_classes=3, decoder=False).probabilities(torch.tensor([[0.9, 0.1, 0.1]]))
+        tensor([[0.9759, 0.0120, 0.0120]])
+        """
+        if self.scores == "logits":
+            return scores.sigmoid() if multi_label else scores.softmax(-1)
+        if multi_label:
+            return scores.clamp(0, 1)
+        p = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        info = torch.finfo(p.dtype)
+        # rounding may carry a length a little above 1: the odds stay finite and in order; all zeros share evenly
+        odds = p / (1 + 8 * info.eps - p.clamp(max=1 + 7 * info.eps)) + info.tiny
+        return (odds / odds.sum(-1, keepdim=True)).to(scores.dtype)
+
+    def _score(self, capsules: Capsules) -> Tensor:
+        if self.readout is not None:
+            logits: Tensor = self.readout(capsules.poses.flatten(-2)).squeeze(-1)
+            return logits
+        if self.scores == "lengths":
+            return capsules.lengths
+        if capsules.activations is None:
+            raise ValueError(
+                'CapsNet was built with scores="activations", but its class capsules have none: take a rule that gives '
+                'them, such as EM.hinton(), or scores="lengths"'
+            )
+        return capsules.activations
+
+    def _check(self, x: Tensor) -> None:
+        C, (H, W) = self.in_chans, self.image_size
+        if x.dim() != 4 or tuple(x.shape[1:]) != (C, H, W):
+            hint = "; one image is a batch of one: x.unsqueeze(0)" if tuple(x.shape) == (C, H, W) else ""
+            raise ValueError(
+                f"CapsNet was built for images [N, {C}, {H}, {W}], not {list(x.shape)}{hint}: every place has weights "
+                "of its own, so give in_chans and image_size as the images have them, or resize the images; "
+                "layers.SharedCapsules in the place of class_caps hears images of any size"
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"CapsNet takes floating-point images, not {x.dtype}: for bytes give x / 255")
+
+    def _presence(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Labels of either form as `[N, num_classes]`, 1 where a class is present."""
+        N, K = scores.shape
+        whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+        if tuple(labels.shape) == (N, K):
+            return labels.to(scores.dtype)
+        if tuple(labels.shape) != (N,) or not whole:
+            raise ValueError(
+                f"labels {list(labels.shape)} of {labels.dtype} do not fit scores [{N}, {K}]: "
+                f"give class indices [{N}] of torch.long, or presence [{N}, {K}]"
+            )
+        # elsewhere than on the CPU a look at the values would wait for the device, and a graph cannot look at all
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling() and N > 0:
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= K:
+                raise ValueError(f"labels hold {low} to {high}, but the model has {K} classes: 0 to {K - 1}")
+        return torch.zeros_like(scores).scatter(1, labels.long()[:, None], 1.0)
+
+
+def _scores_of(routing: Rule) -> Scores:
+    """What a class says its presence by under this rule."""
+    if routing.needs_activations:
+        return "activations"
+    return "logits" if isinstance(routing, Attention) else "lengths"
+
+
+def _highest(scores: Tensor) -> Tensor:
+    """1 at each example's highest score, 0 elsewhere."""
+    return torch.zeros_like(scores).scatter(1, scores.argmax(1, keepdim=True), 1.0)
+
+
+def _first_convolution(
+    in_channels: int,
+    channels: int,
+    image: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int] | None,
+    padding: tuple[int, int],
+    primary_kernel: tuple[int, int],
+) -> tuple[nn.Conv2d, list[int]]:
+    """The stem's convolution and the map it makes, after a look at whether both it and the primary capsules fit."""
+    padded = [size + 2 * p for size, p in zip(image, padding, strict=True)]
+    room = [size - k for size, k in zip(padded, kernel, strict=True)]
+    given = stride is not None
+    steps = stride if stride is not None else (max(0, room[0]) // LARGEST_MAP + 1, max(0, room[1]) // LARGEST_MAP + 1)
+    reached = _windows(padded, kernel, steps)
+    if any(r < 0 or n < k for r, n, k in zip(room, reached, primary_kernel, strict=True)):
+        least = [
+            max(1, (n - 1) * (s if given else 1) + k - 2 * p)
+            for n, s, k, p in zip(primary_kernel, steps, kernel, padding, strict=True)
+        ]
+        if min(room) < 0:
+            where = f"the stem's kernel of {_by(kernel)} does not fit an image of {_by(image)}"
+        else:
+            where = (
+                f"the stem makes a map of {_by(reached)} of an image of {_by(image)}, and the primary capsules' kernel "
+                f"of {_by(primary_kernel)} does not fit it"
+            )
+        raise ValueError(
+            f"CapsNet: {where}: the smallest image for these kernels{'' if given else ' at stem_stride=1'} is "
+            f"{_by(least)}; for smaller ones give a smaller kernel_size and primary_kernel_size (3 and 3 for 8 x 8 "
+            "pixels), or stem_padding"
+        )
+    # a stride above the kernel would pass over pixels
+    sizes = kernel if given else (max(kernel[0], steps[0]), max(kernel[1], steps[1]))
+    return nn.Conv2d(in_channels, channels, sizes, steps, padding), _windows(padded, sizes, steps)
+
+
+def _windows(sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """How many windows fit, per axis."""
+    return [(n - k) // s + 1 for n, k, s in zip(sizes, kernel, stride, strict=True)]
+
+
+def _map_of(stem: nn.Module, image: tuple[int, int, int]) -> list[int]:
+    """[channels, height, width] that a stem makes of an image, without calculating a number."""
+    on_meta = deepcopy(stem).to("meta").eval()
+    dtype = next((p.dtype for p in stem.parameters() if p.is_floating_point()), None)
+    with torch.no_grad():
+        x = on_meta(torch.empty(1, *image, device="meta", dtype=dtype))
+    if not isinstance(x, Tensor) or x.dim() != 4:
+        what = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"CapsNet: the stem must make a map [N, channels, height, width] of an image, not {what}")
+    return list(x.shape[1:])
+
+
+def _whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"CapsNet: {name} must be a whole number of {least} or more, not {value!r}")
+
+
+def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
+    """(height, width) from one number for both, or one each."""
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2:
+        raise ValueError(f"CapsNet: {name} must be one number, or two, (height, width), not {value!r}")
+    for number in pair:
+        _whole(name, number, least)
+    return pair
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))

@@ -1,0 +1,39 @@
+"""What holds for every test: one thread, the same random numbers each time, and shapes checked in every call."""
+
+from typing import Any
+
+import hypothesis
+import jaxtyping
+import pytest
+import torch
+
+# Before anything imports torchcaps: from here on its modules load with their shape annotations checked.
+jaxtyping.install_import_hook("torchcaps", "shape_checks.check")
+
+torch.set_num_threads(1)  # the tests run as one process per core
+
+
+class _TorchRandom:
+    """torch's default generator in the form of Python's `random`, so that hypothesis can set it for each example."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_torch_random: Any = _TorchRandom()  # hypothesis keeps a weak reference: this name keeps it alive
+hypothesis.register_random(_torch_random)
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_each_time() -> None:
+    torch.manual_seed(0)
