@@ -367,6 +367,25 @@ def test_under_attention_scores_are_logits_alike_for_all_classes() -> None:
     assert parameters(model.readout) == 2 * 4 + 1
 
 
+def test_children_speak_as_the_classes_do() -> None:
+    x = images()
+    for routing in (Dynamic.sabour(), EM.hinton(), Attention.tsai()):
+        model = small(routing=routing)
+        features = model.stem(x)
+        poses, activations = model.primary(features)
+        channels = model.primary.conv(features)
+        raw = channels[:, : 2 * 2 * 3].unflatten(1, (2, 2, 3)).permute(0, 1, 4, 5, 2, 3)
+        expected = {
+            "lengths": squash(raw),
+            "activations": raw,
+            "logits": nn.functional.layer_norm(raw, (2, 3)),
+        }[model.scores]
+        torch.testing.assert_close(poses, expected)
+        assert (activations is None) == (model.scores != "activations")
+        if activations is not None:
+            torch.testing.assert_close(activations, channels[:, 2 * 2 * 3 :].sigmoid())
+
+
 def test_what_scores_are_can_be_chosen() -> None:
     model = small(routing=Attention.tsai(), scores="lengths")
     out = model(images(), LABELS)
@@ -397,8 +416,9 @@ def test_lengths_at_the_targets_of_the_margin_loss_are_read_as_nine_tenths() -> 
     scores[0, 4] = 0.9
     assert model.probabilities(scores)[0, 4].item() == pytest.approx(0.9)
     torch.testing.assert_close(model.probabilities(torch.zeros(1, 10)), torch.full((1, 10), 0.1))
-    rounded_up = torch.tensor([[0.5, 1 + 2**-23, 1.0]])
-    assert model.probabilities(rounded_up).argmax(1).item() == 1
+    rounded_up = model.probabilities(torch.tensor([[0.5, 1 + 2**-23, 1.0]]))
+    assert rounded_up.argmax(1).item() == 1
+    torch.testing.assert_close(rounded_up.sum(), torch.tensor(1.0))
     assert model.probabilities(scores.bfloat16()).dtype == torch.bfloat16
 
 

@@ -41,5 +41,7 @@ def test_examples_in_docstrings_give_what_they_say(name: str):
 
 
 def test_docstrings_have_examples():
-    found = sum(len(t.examples) for name in MODULES for t in doctest.DocTestFinder().find(importlib.import_module(name)))
+    found = sum(
+        len(t.examples) for name in MODULES for t in doctest.DocTestFinder().find(importlib.import_module(name))
+    )
     assert found >= 10

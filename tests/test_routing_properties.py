@@ -804,11 +804,21 @@ def test_combining_down_is_the_adjoint_of_combining_up(call: Call, seed: int) ->
     )
 
 
+@given(call=calls(masks=False))
+def test_combining_adds_up_poses_times_weights(call: Call) -> None:
+    N, I, J = len(call.poses), call.poses.shape[1], call.weight.shape[1]
+    coupling, offset = torch.randn(N, I, J, dtype=F64), call.rest.get("vote_offset")
+    votes = call.poses[:, :, None] @ call.weight
+    want = (coupling[..., None, None] * (votes if offset is None else votes + offset)).sum(1)
+    torch.testing.assert_close(combine(call.poses, call.weight, coupling, offset), want, rtol=1e-12, atol=1e-12)
+
+
 @given(call=calls(st.just(Dynamic(squash="identity")), masks=False))
-def test_routing_without_a_squash_combines_with_its_own_coupling(call: Call) -> None:
-    routed = call()
+def test_a_parent_without_a_squash_is_the_sum_of_its_shares_of_poses_times_weights(call: Call) -> None:
+    routed, offset = call(), call.rest.get("vote_offset")
     assert routed.coupling is not None
-    same(combine(call.poses, call.weight, routed.coupling, call.rest.get("vote_offset")), routed.poses)
+    votes = call.poses[:, :, None] @ call.weight
+    same(routed.poses, (routed.coupling[..., None, None] * (votes if offset is None else votes + offset)).sum(1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ def test_values_and_gradients_are_finite_and_right_at_every_length(kind: str, dt
         v, want = squash(s, kind), squash(exact, kind)
         assert v.dtype == dtype
         assert bool(v.isfinite().all())
-        torch.testing.assert_close(v.double(), want, rtol=4 * eps, atol=tiny)
+        # what is calculated in float32 inside is rounded once, at the end
+        torch.testing.assert_close(v.double(), want, rtol=(0.51 if eps > 1e-6 else 4) * eps, atol=tiny)
         if kind != "identity":
             assert length(v) <= 1 + 4 * eps
         (gradient,) = torch.autograd.grad((v * share.to(dtype)).sum(), s)

@@ -11,8 +11,9 @@ EM routing have R = P = Q = 4.
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
+
+from torchcaps.squash import safe_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -50,7 +51,7 @@ class Capsules(NamedTuple):
     @property
     def lengths(self) -> Tensor:
         """Length of each pose over rows and columns, `[N, I]` or `[N, C, *spatial]`; its gradient at 0 is 0."""
-        return torch.linalg.vector_norm(self.poses, dim=(-2, -1))
+        return safe_norm(self.poses)
 
     @property
     def spatial(self) -> tuple[int, ...]:

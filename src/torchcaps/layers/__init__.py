@@ -1,13 +1,13 @@
 """Layers from capsules to capsules: one call of a rule, each with its own way of choosing the children of a parent.
 
     PrimaryCapsules          a feature map becomes a map of capsules
-    FullyConnectedCapsules   every parent hears every child, a weight for each pair          weight [I, J, P, Q]
-    SharedCapsules           the same, a weight for each parent: any number of children      weight [1, J, P, Q]
-    ConvCapsules             a parent at every place, which hears the window below it        weight [C * kernel, J, P, Q]
-    MaskedDecoder, ClassIndependentDecoder, ConvDecoder                                      class capsules become an image
+    FullyConnectedCapsules   every parent hears every child              weight [I, J, P, Q]
+    SharedCapsules           the same, with any number of children       weight [1, J, P, Q]
+    ConvCapsules             a parent hears the window below it          weight [C * kernel, J, P, Q]
+    MaskedDecoder, ClassIndependentDecoder, ConvDecoder                  class capsules become an image
 
-A layer owns its weight and what its rule learns, and is called `layer(Capsules, mask=None) -> Capsules`. `layer.route(...)`
-gives all that the rule gave.
+A routed layer owns its weight and what its rule learns. `layer(Capsules, mask=None)` gives the parents as Capsules;
+`layer.route(...)` gives all that the rule gave, coupling and state included.
 """
 
 from torchcaps.layers.conv import ConvCapsules

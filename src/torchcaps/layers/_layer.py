@@ -2,8 +2,8 @@
 
     weight [W, J, P, Q] ~ Normal(0, std),    std = rule.weight_std(I, J, R, P, Q) unless `init` says otherwise
 
-W is the number of weights that the layer keeps per parent. I and J are, for the standard deviation, the children whose
-votes a parent sums and the parents that share a child.
+W is the number of weights that the layer keeps per parent. For the standard deviation, I is the number of children
+whose votes a parent sums, and J the number of parents that share a child.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from torchcaps.types import Capsules, Pose, Routed, pose_shape
 __all__ = ["Init", "RoutedLayer", "check_window", "per_axis", "positive"]
 
 Init = float | Callable[[Tensor], object] | None
-"""None: the rule's own standard deviation; a number: that one; a callable: fills the weight it is given in place."""
+"""None: the rule's own standard deviation; a number: that one; a callable: fills the weight it is given, in place."""
 
 
 class RoutedLayer(nn.Module, ABC):
@@ -49,18 +49,17 @@ class RoutedLayer(nn.Module, ABC):
         self.in_pose, self.out_pose = pose_shape(in_pose), pose_shape(out_pose)
         if self.in_pose[0] != self.out_pose[0]:
             raise ValueError(
-                f"{self.name}: a pose {list(self.in_pose)} times a weight keeps its {self.in_pose[0]} rows, but out_pose "
-                f"{list(self.out_pose)} has {self.out_pose[0]}: give both poses the same rows (a vector has one)"
+                f"{self.name}: a pose {list(self.in_pose)} times a weight keeps its {self.in_pose[0]} rows, but "
+                f"out_pose {list(self.out_pose)} has {self.out_pose[0]}: give both the same rows (a vector has one)"
             )
         if not isinstance(routing, Rule):
-            raise ValueError(f"{self.name}: routing must be a rule such as routing=Dynamic.sabour(), not {routing!r}")
+            raise ValueError(f"{self.name}: routing must be a rule such as Dynamic.sabour(), not {routing!r}")
         self.routing = routing
         self.init = init
         self._children, self._rivals = children, rivals
         self.learned = nn.ParameterDict()
-        self.weight: nn.Parameter
         if weights is None:
-            self.weight = UninitializedParameter()
+            self.weight: nn.Parameter | UninitializedParameter = UninitializedParameter()
         else:
             positive(self.name, "the number of weights per parent", weights)
             self.weight = nn.Parameter(torch.empty(weights, self.out_caps, self.in_pose[1], self.out_pose[1]))
@@ -79,17 +78,17 @@ class RoutedLayer(nn.Module, ABC):
         """All that the rule gives for these capsules: parents, coupling, state."""
 
     def forward(self, capsules: Capsules, mask: Tensor | None = None) -> Capsules:
-        """The parents of `capsules`, ready for the next layer. `mask`: True for a child that takes part."""
+        """The parents of `capsules`. `mask` has the leading shape of the poses, True for a child that takes part."""
         return self.route(capsules, mask).capsules
 
     def reset_parameters(self) -> None:
         """Draw the weight anew and put what the rule learns back to its start."""
         W, J, P, Q = self.weight.shape
-        I = W if self._children is None else self._children
         with torch.no_grad():
             if callable(self.init):
                 self.init(self.weight)
             else:
+                I = W if self._children is None else self._children
                 rivals = J if self._rivals is None else self._rivals
                 std = self.routing.weight_std(I, rivals, self.in_pose[0], P, Q) if self.init is None else self.init
                 self.weight.normal_(0.0, std)
@@ -100,7 +99,7 @@ class RoutedLayer(nn.Module, ABC):
         return f"out_caps={self.out_caps}, in_pose={self.in_pose}, out_pose={self.out_pose}, routing={self.routing}"
 
     def _start(self) -> None:
-        """Make what the rule learns, once the weight has its size, and set the first numbers."""
+        """Make what the rule learns, now that the weight has its size, and set all to first numbers."""
         for name, value in self._learned_at_start().items():
             self.learned[name] = nn.Parameter(value.to(self.weight.device, self.weight.dtype))
         self.reset_parameters()
@@ -110,29 +109,23 @@ class RoutedLayer(nn.Module, ABC):
         return self.routing.learned(W, J, self.in_pose[0], P, Q)
 
     def _check(self, capsules: Capsules, mask: Tensor | None) -> None:
-        """The door: capsules of the layer's pose, with activations where the rule needs them, and a mask that fits."""
-        if not isinstance(capsules, Capsules):
-            what = (
-                f"a tensor {list(capsules.shape)}" if isinstance(capsules, Tensor) else f"a {type(capsules).__name__}"
-            )
-            raise ValueError(
-                f"{self.name} takes Capsules, not {what}: wrap the poses, Capsules(poses), and activations too"
-            )
-        poses, activations = capsules
-        if poses.dim() < 4 or tuple(poses.shape[-2:]) != self.in_pose:
+        """The door: capsules of the layer's pose, activations where the rule needs them, and a mask that fits."""
+        poses, activations = _unwrap(self.name, capsules)
+        R, P = self.in_pose
+        if poses.dim() < 4 or poses.shape[-2:] != (R, P):
             hint = ""
-            if self.in_pose[0] == 1 and poses.dim() > 2 and poses.shape[-1] == self.in_pose[1]:
+            if R == 1 and poses.dim() > 2 and poses.shape[-1] == P:
                 hint = "; a vector capsule is a pose of one row: poses.unsqueeze(-2)"
             raise ValueError(
-                f"{self.name} with in_pose {list(self.in_pose)} takes poses [N, I, {self.in_pose[0]}, {self.in_pose[1]}] "
-                f"or a map [N, C, *spatial, {self.in_pose[0]}, {self.in_pose[1]}], not {list(poses.shape)}{hint}"
+                f"{self.name} with in_pose {[R, P]} takes poses [N, I, {R}, {P}] or a map [N, C, *spatial, {R}, {P}], "
+                f"not {list(poses.shape)}{hint}"
             )
         places = poses.shape[:-2]
         if activations is None:
             if self.routing.needs_activations:
                 raise ValueError(
-                    f"{self.name}: {type(self.routing).__name__} weighs each child by its activation, but these capsules "
-                    "have none: PrimaryCapsules(..., activations=True) gives them, or Capsules(poses, activations)"
+                    f"{self.name}: {type(self.routing).__name__} weighs each child by its activation, but these "
+                    "capsules have none: PrimaryCapsules(activations=True) gives them, or Capsules(poses, activations)"
                 )
         elif activations.shape != places:
             raise ValueError(
@@ -140,8 +133,8 @@ class RoutedLayer(nn.Module, ABC):
             )
         if mask is not None and (mask.dtype != torch.bool or mask.shape != places):
             raise ValueError(
-                f"{self.name}: mask {list(mask.shape)} of {mask.dtype} but poses {list(poses.shape)} need {list(places)} of "
-                "torch.bool, True for a child that takes part; a mask of positions is expanded over the types"
+                f"{self.name}: mask {list(mask.shape)} of {mask.dtype} but poses {list(poses.shape)} need "
+                f"{list(places)} of torch.bool, True for a child that takes part; expand a mask of positions over types"
             )
 
 
@@ -150,13 +143,13 @@ def per_axis(layer: str, name: str, value: int | Sequence[int], axes: int, least
     values = (value,) * axes if isinstance(value, int) else tuple(value)
     if len(values) != axes or not all(isinstance(n, int) and n >= least for n in values):
         raise ValueError(
-            f"{layer}: {name}={value!r} must be a whole number of {least} or more, or {axes} of them, one per axis"
+            f"{layer}: {name}={value!r} must be a whole number of at least {least}, or {axes}, one per axis"
         )
     return values
 
 
 def positive(layer: str, name: str, value: int) -> int:
-    """The number, if it is one that can be counted."""
+    """The number, if one can count with it."""
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{layer}: {name} must be a whole number of 1 or more, not {value!r}")
     return value
@@ -167,10 +160,17 @@ def check_window(layer: str, spatial: Sequence[int], kernel: Sequence[int], padd
     if any(size + 2 * p < k for size, k, p in zip(spatial, kernel, padding, strict=True)):
         least = [max(1, k - 2 * p) for k, p in zip(kernel, padding, strict=True)]
         raise ValueError(
-            f"{layer}: a kernel of {_sizes(kernel)} does not fit the map of {_sizes(spatial)} with padding {_sizes(padding)}: "
-            f"the smallest map it takes is {_sizes(least)}; take a smaller kernel, more padding, or less stride before it"
+            f"{layer}: a kernel of {_by(kernel)} does not fit a map of {_by(spatial)} with padding {_by(padding)}: the "
+            f"smallest map it takes is {_by(least)}; take a smaller kernel, more padding, or less stride before it"
         )
 
 
-def _sizes(sizes: Sequence[int]) -> str:
+def _unwrap(layer: str, capsules: object) -> Capsules:
+    if isinstance(capsules, Capsules):
+        return capsules
+    what = f"a tensor {list(capsules.shape)}" if isinstance(capsules, Tensor) else f"a {type(capsules).__name__}"
+    raise ValueError(f"{layer} takes Capsules, not {what}: wrap it, Capsules(poses) or Capsules(poses, activations)")
+
+
+def _by(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes))

@@ -3,12 +3,12 @@
     out = floor((size + 2 padding - kernel) / stride) + 1        on each axis
     parent at o hears the children at  o stride - padding + k,   k = 0 .. kernel - 1, of every type
 
-A window is one more example for the rule: its batch is N * windows, the window fastest, and its children are the entries of
-the window in the order type, kernel row, kernel column. Weights are the same in every window. What lies outside the map is
-masked, not zero: a window at the border has fewer children.
+To the rule a window is one more example: the batch is N * windows, the window fastest, and the children are the entries
+of the window in the order type, kernel row, kernel column. Weights are the same in every window. What lies outside the
+map is masked, not zero: a window at the border has fewer children.
 
-    competition="window"    a child shares 1 among the parent types of each window that sees it         Tsai et al. 2020
-    competition="all"       a child shares 1 among the parents of all windows that see it               Hinton et al. 2018
+    competition="window"    a child shares 1 among the parents of each window that sees it         Tsai et al. 2020
+    competition="all"       a child shares 1 among the parents of all windows that see it          Hinton et al. 2018
 
 With "all", one round from nothing gives each parent 1 / (J * windows that see the child).
 """
@@ -80,8 +80,8 @@ class ConvCapsules(RoutedLayer):
         super().__init__(weights, out_types, in_pose, out_pose, routing=routing, init=init, rivals=rivals)
         if competition == "all" and routing.sums_to == "children":
             raise ValueError(
-                f"{name}: with competition='all' the parents of several windows compete for a child, but in {routing} the "
-                "children compete for a parent: take competition='window', or a rule whose shares run over parents"
+                f"{name}: with competition='all' the parents of several windows compete for a child, but in {routing} "
+                "the children compete for a parent: take competition='window', or a rule whose shares sum over parents"
             )
         self.in_types = in_types
         self.kernel_size, self.stride = kernel, steps
@@ -99,16 +99,17 @@ class ConvCapsules(RoutedLayer):
     ) -> Routed:
         """All that the rule gives, its parents as a map.
 
-        `mask` `[N, C, *spatial]`. Poses `[N, J, *out, R, Q]` and activations `[N, J, *out]` are what `forward` gives;
-        coupling `[N * windows, C * kernel, J]` and the state, which `start` takes, are the rule's own, window by window.
+        `mask` is `[N, C, *spatial]`. Poses `[N, J, *out, R, Q]` and activations `[N, J, *out]` are what `forward`
+        gives. Coupling `[N * windows, C * kernel, J]` and the state, which `start` takes, stay window by window.
         """
         self._check(capsules, mask)
         poses, activations = capsules
         N, C, *spatial = poses.shape[:-2]
-        if len(spatial) != len(self.kernel_size) or C != self.in_types:
+        if len(spatial) != len(self.kernel_size) or self.in_types != C:
             raise ValueError(
-                f"{self.name} takes a map of {self.in_types} types and {len(self.kernel_size)} spatial sizes, but poses "
-                f"{list(poses.shape)} hold {C} types at {spatial}: build it with in_types and spatial_dims as the input has them"
+                f"{self.name} takes a map of {self.in_types} types with {len(self.kernel_size)} spatial sizes, but "
+                f"poses {list(poses.shape)} hold {C} types with spatial sizes {spatial}: build it with the in_types "
+                "and spatial_dims of its input"
             )
         check_window(self.name, spatial, self.kernel_size, self.padding)
         if mask is None and any(self.padding):
@@ -143,21 +144,28 @@ class ConvCapsules(RoutedLayer):
         )
 
     def _windows(self, x: Tensor) -> Tensor:
-        """`[N, C, *spatial, *rest]`, padded by 0 or False, as `[N * windows, C * kernel, *rest]`."""
-        axes = len(self.kernel_size)
-        rest = x.dim() - 2 - axes
-        if any(self.padding):
-            x = pad(x, (0, 0) * rest + tuple(p for size in reversed(self.padding) for p in (size, size)))
-        for axis, (k, s) in enumerate(zip(self.kernel_size, self.stride, strict=True), start=2):
-            x = x.unfold(axis, k, s)  # a view: the axis now counts windows, their entries come last
-        out, tail = range(2, 2 + axes), range(2 + axes, 2 + axes + rest)
-        x = x.permute(0, *out, 1, *range(2 + axes + rest, x.dim()), *tail)
-        return x.flatten(1 + axes, 1 + 2 * axes).flatten(0, axes)
+        return _windows(x, self.kernel_size, self.stride, self.padding)
 
     def _child_ids(self, spatial: Sequence[int], device: torch.device) -> Tensor:
-        """`[windows, C * kernel]`: the number of each entry's child; entries in the padding, which are masked, have 0."""
-        ids = torch.arange(self.in_types * math.prod(spatial), device=device)
-        return self._windows(ids.view(1, self.in_types, *spatial))
+        """`[windows, C * kernel]`: a number for each child that a window sees, all below windows * C * kernel."""
+        kernel, axes = self.kernel_size, len(self.kernel_size)
+        steps = [min(k, s) for k, s in zip(kernel, self.stride, strict=True)]  # no number for a child between windows
+        seen = [(n - 1) * s + k for n, s, k in zip(self.out_size(spatial), steps, kernel, strict=True)]
+        ids = torch.arange(self.in_types * math.prod(seen), device=device)
+        return _windows(ids.view(1, self.in_types, *seen), kernel, steps, (0,) * axes)
+
+
+def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """`[N, C, *spatial, *rest]`, padded by 0 or False, as `[N * windows, C * kernel, *rest]`."""
+    axes = len(kernel)
+    rest = x.dim() - 2 - axes
+    if any(padding):
+        x = pad(x, (0, 0) * rest + tuple(p for size in reversed(padding) for p in (size, size)))
+    for axis, (k, s) in enumerate(zip(kernel, stride, strict=True), start=2):
+        x = x.unfold(axis, k, s)  # a view: the axis now counts windows, their entries come last
+    out, tail = range(2, 2 + axes), range(2 + axes, 2 + axes + rest)
+    x = x.permute(0, *out, 1, *range(2 + axes + rest, x.dim()), *tail)
+    return x.flatten(1 + axes, 1 + 2 * axes).flatten(0, axes)
 
 
 def _as_map(x: Tensor, N: int, out: Sequence[int]) -> Tensor:

@@ -2,10 +2,11 @@
 
     decoder(poses [N, J, R, Q], keep [N, J]) -> image [N, C, *spatial] in 0..1
 
-`keep` says which capsules the decoder may see: the label as one-hot in training, the longest capsule otherwise, several at
-once for several labels. It multiplies the poses, so a weight between 0 and 1 blends.
+`keep` says which capsules the decoder may see: the label as one-hot in training, the longest capsule otherwise, several
+at once for several labels. It multiplies the poses, so that a number between 0 and 1 fades.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -69,10 +70,10 @@ class ClassIndependentDecoder(nn.Module):
 
 
 class ConvDecoder(nn.Module):
-    """A small map from all poses (0 where not kept, as in `MaskedDecoder`), doubled and convolved once per entry of `channels`.
+    """A small map from the poses of all classes, 0 where not kept, then doubled and convolved until it is an image.
 
-    Each doubling is a nearest-neighbour resize to the exact size on the way, `ceil(size / 2^k)`, and a 3x3 convolution with
-    ReLU; a last 3x3 convolution with a sigmoid makes the image. Any height and width will do, odd ones too.
+    Each entry of `channels` is one doubling: a nearest-neighbour resize to the exact size on the way, ceil(size / 2^k),
+    and a 3x3 convolution with ReLU. A last 3x3 convolution with a sigmoid makes the image, of any height and width.
 
     num_classes  J.
     pose         `(R, Q)` of the class capsules, or Q.
@@ -115,7 +116,7 @@ def _perceptron(inputs: int, hidden: Sequence[int], out_shape: Sequence[int], na
     for size in (*widths, *out_shape):
         positive(name, "every size", size)
     layers: list[nn.Module] = []
-    for below, above in zip(widths, widths[1:], strict=False):
+    for below, above in itertools.pairwise(widths):
         layers += [nn.Linear(below, above), nn.ReLU()]
     return nn.Sequential(*layers[:-1], nn.Sigmoid())
 
@@ -129,6 +130,6 @@ def _check(decoder: nn.Module, poses: Tensor, keep: Tensor, classes: int | None,
         )
     if keep.shape != poses.shape[:2]:
         raise ValueError(
-            f"{type(decoder).__name__}: keep {list(keep.shape)} but poses {list(poses.shape)} need {list(poses.shape[:2])}, "
-            "1 for a kept capsule; a label becomes one-hot: torch.nn.functional.one_hot(label, classes)"
+            f"{type(decoder).__name__}: keep {list(keep.shape)} but poses {list(poses.shape)} need "
+            f"{list(poses.shape[:2])}, 1 for a kept capsule: torch.nn.functional.one_hot(label, classes)"
         )

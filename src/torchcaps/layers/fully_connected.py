@@ -3,8 +3,7 @@
 import math
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from torchcaps.layers._layer import Init, RoutedLayer
@@ -18,8 +17,8 @@ __all__ = ["FullyConnectedCapsules"]
 class FullyConnectedCapsules(RoutedLayer):
     """Capsules `[N, I, R, P]`, or a map, which is flattened to I = C * positions, to `[N, J, R, Q]`.
 
-    in_caps      I, or None to take it from the first input: that call makes the parameters, so run it before an optimiser,
-                 `torch.compile` or a count of parameters sees the layer. A map must keep its size: each place has weights.
+    in_caps      I, or None to take it from the first input: run that before an optimiser or `torch.compile` sees the
+                 layer. A map must keep its size, for each place has weights of its own.
     out_caps     J.
     in_pose      `(R, P)`, or P for vectors.
     out_pose     `(R, Q)` with the same R, or Q.
@@ -59,18 +58,17 @@ class FullyConnectedCapsules(RoutedLayer):
         backend: Backend = "auto",
         return_coupling: bool | Literal["all"] = False,
     ) -> Routed:
-        """All that the rule gives. `mask` has the poses' leading shape; `start`, `backend`, `return_coupling`: see the rule."""
+        """All that the rule gives. `mask` has the leading shape of the poses; the keywords are the rule's."""
         self._check(capsules, mask)
         types, spatial = capsules.poses.shape[1], capsules.spatial
         children = types * math.prod(spatial)
         if self.in_caps is None:
             self._materialize(children)
         if children != self.in_caps:
-            what = " x ".join(map(str, (types, *spatial)))
             raise ValueError(
                 f"{self.name} has weights for {self.in_caps} children, but poses {list(capsules.poses.shape)} hold "
-                f"{what}{f' = {children}' if spatial else ''}: build it with in_caps={children} (or None), or take "
-                "SharedCapsules, which hears any number"
+                f"{' x '.join(map(str, (types, *spatial)))} = {children}: build it with in_caps={children} (or None, "
+                "to take it from the first input), or take SharedCapsules, which hears any number"
             )
         poses, activations = capsules.flatten()
         offset = None
@@ -92,8 +90,11 @@ class FullyConnectedCapsules(RoutedLayer):
         return f"in_caps={self.in_caps}, {super().extra_repr()}"
 
     def _materialize(self, children: int) -> None:
-        assert isinstance(self.weight, UninitializedParameter)
-        self.weight.materialize((children, self.out_caps, self.in_pose[1], self.out_pose[1]))
+        dtype = self.weight.dtype
+        if not isinstance(self.weight, UninitializedParameter):  # after .to("meta") it is a parameter of no numbers
+            with self.weight.device:
+                self.weight = UninitializedParameter()
+        self.weight.materialize((children, self.out_caps, self.in_pose[1], self.out_pose[1]), dtype=dtype)
         self.in_caps = children
         self._start()
 

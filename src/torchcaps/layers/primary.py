@@ -3,13 +3,13 @@
     channel of entry (r, p) of type c        (c R + r) P + p
     channel of the activation of type c      C R P + c             with activations=True
 
-Sabour, Frosst, Hinton 2017: 32 types of 8 numbers, kernel 9, stride 2, squashed. Hinton, Sabour, Frosst 2018: kernel 1, 4x4
-poses without a squash, sigmoid activations. Tsai et al. 2020: poses through a LayerNorm that all share, no squash, no bias.
+Sabour, Frosst, Hinton 2017: 32 types of 8 numbers, kernel 9, stride 2, squashed.
+Hinton, Sabour, Frosst 2018: 4x4 poses as they are, kernel 1, sigmoid activations.
+Tsai et al. 2020: poses through a LayerNorm that all share, no squash, no bias.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from torchcaps.layers._layer import check_window, per_axis, positive
@@ -19,7 +19,13 @@ from torchcaps.types import Capsules, Pose, pose_shape
 
 __all__ = ["PrimaryCapsules"]
 
-_CONVOLUTIONS = {1: (nn.Conv1d, nn.LazyConv1d), 2: (nn.Conv2d, nn.LazyConv2d), 3: (nn.Conv3d, nn.LazyConv3d)}
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+_CONVOLUTIONS: dict[int, tuple[Callable[..., Convolution], Callable[..., Convolution]]] = {
+    1: (nn.Conv1d, nn.LazyConv1d),
+    2: (nn.Conv2d, nn.LazyConv2d),
+    3: (nn.Conv3d, nn.LazyConv3d),
+}
 
 
 class PrimaryCapsules(nn.Module):
@@ -31,8 +37,8 @@ class PrimaryCapsules(nn.Module):
     kernel_size, stride, padding  of the convolution: one number, or one per axis.
     spatial_dims  1, 2 or 3.
     squash        a kind of `torchcaps.squash` or a callable, for the poses; "identity" for none.
-    norm          LayerNorm over each pose, before the squash, with one gain and bias `[R, P]` for all; a pose of a single
-                  number is left as it is.
+    norm          LayerNorm over each pose, before the squash, with one gain and bias `[R, P]` for all; a pose of a
+                  single number is left as it is.
     activations   give each capsule an activation of its own, the sigmoid of one more channel.
     bias          of the convolution.
 
@@ -69,7 +75,8 @@ class PrimaryCapsules(nn.Module):
         steps = per_axis(name, "stride", stride, spatial_dims, 1)
         margin = per_axis(name, "padding", padding, spatial_dims, 0)
         eager, lazy = _CONVOLUTIONS[spatial_dims]
-        self.conv: nn.Module
+        self.padding = margin
+        self.conv: Convolution
         if in_channels is None:
             self.conv = lazy(channels, kernel, steps, margin, bias=bias)
         else:
@@ -91,13 +98,11 @@ class PrimaryCapsules(nn.Module):
         return f"types={self.types}, pose={self.pose}, squash={self.squash!r}, activations={self.activations}"
 
     def _check(self, x: Tensor) -> None:
-        conv = self.conv
-        axes = len(conv.kernel_size)
-        have = conv.in_channels or "any number of"  # 0 until the first input
-        if not isinstance(x, Tensor) or x.dim() != axes + 2 or x.shape[1] != (conv.in_channels or x.shape[1]):
-            shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        kernel = self.conv.kernel_size
+        channels = self.conv.in_channels  # 0 before the first input where it was not given
+        if x.dim() != len(kernel) + 2 or x.shape[1] != (channels or x.shape[1]):
             raise ValueError(
-                f"PrimaryCapsules takes maps [N, {have} channels, {axes} spatial sizes], not {shape}: "
-                "build it with in_channels and spatial_dims as the input has them"
+                f"PrimaryCapsules takes maps [N, {channels or 'channels'}, *spatial] with {len(kernel)} spatial sizes, "
+                f"not {list(x.shape)}: build it with the in_channels and spatial_dims of its input"
             )
-        check_window("PrimaryCapsules", x.shape[2:], conv.kernel_size, conv.padding)
+        check_window("PrimaryCapsules", x.shape[2:], kernel, self.padding)

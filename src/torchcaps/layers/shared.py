@@ -2,14 +2,13 @@
 
 Su 2018 (kexue.fm 4819, 5112): u_ij = x_i W_j. Images of any size and sequences of any length pass the same layer.
 
-Hinton, Sabour, Frosst 2018 share less in their class capsules: one weight per type of child and parent, the same at every
-position (`in_types`), with coordinate addition so that the place is not lost (`coordinates=True`).
+Hinton, Sabour, Frosst 2018 share less in their class capsules: a weight for each type of child and parent, the same at
+every position (`in_types`), and the position is added to the vote so that it is not lost (`coordinates=True`).
 """
 
 import math
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from torchcaps.layers._layer import Init, RoutedLayer, positive
@@ -27,13 +26,13 @@ class SharedCapsules(RoutedLayer):
     in_pose       `(R, P)`, or P for vectors.
     out_pose      `(R, Q)` with the same R, or Q.
     routing       a rule, e.g. `Dynamic.su()`.
-    in_types      None: all children share one weight `[1, J, P, Q]`. C: each type of a map of C types has its own, shared
-                  over the positions: weight `[C, J, P, Q]`.
+    in_types      None: all children share the weight `[1, J, P, Q]`. C: each type of a map of C types has its own, the
+                  same at every position: weight `[C, J, P, Q]`.
     init          standard deviation of the initial weights, or a callable that fills them; None asks the rule.
-    coordinates   add each child's place to its votes (`coordinate_offset`): maps only. The places are those of the whole
-                  map, masked ones included.
-    typical_caps  the number of children to expect. A parent sums the votes of all, so the right size of the initial weights
-                  depends on it, and the layer cannot know it. It changes nothing else.
+    coordinates   add each child's place to its votes (`coordinate_offset`): maps only. They run from 0 to 1 over the
+                  whole map, masked places included.
+    typical_caps  about how many children there will be. A parent sums the votes of all of them, so the right scale of
+                  the initial weights depends on their number, which this layer alone cannot know. Nothing else does.
 
     A prior that the rule learns is shared like the weight. Raises ValueError where sizes do not fit.
 
@@ -73,14 +72,15 @@ class SharedCapsules(RoutedLayer):
         backend: Backend = "auto",
         return_coupling: bool | Literal["all"] = False,
     ) -> Routed:
-        """All that the rule gives. `mask` has the poses' leading shape; `start`, `backend`, `return_coupling`: see the rule."""
+        """All that the rule gives. `mask` has the leading shape of the poses; the keywords are the rule's."""
         self._check(capsules, mask)
         types, spatial = capsules.poses.shape[1], capsules.spatial
         positions = math.prod(spatial)
         if self.in_types not in (None, types):
             raise ValueError(
-                f"{self.name} has weights for {self.in_types} types of children, but poses {list(capsules.poses.shape)} hold "
-                f"{types}: give a map [N, {self.in_types}, *spatial, R, P] (not flattened), or build it with in_types={types}"
+                f"{self.name} has weights for {self.in_types} types of children, but poses "
+                f"{list(capsules.poses.shape)} hold {types}: give the map itself, [N, {self.in_types}, *spatial, R, P] "
+                f"(not flattened), or build it with in_types={types}"
             )
         poses, activations = capsules.flatten()
         children = types * positions

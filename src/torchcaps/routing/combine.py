@@ -27,7 +27,8 @@ def combine(poses: Tensor, weight: Tensor, coupling: Tensor, vote_offset: Tensor
     )  # fmt: skip
     N, I, J, _, _ = call.sizes
     shares = call.tensor("coupling", coupling, N, I, J)
-    return torch.einsum("nij,nijrq->njrq", shares, call.votes()).to(call.dtype)
+    with call.own_precision():
+        return torch.einsum("nij,nijrq->njrq", shares, call.votes()).to(call.dtype)
 
 
 def combine_transposed(parents: Tensor, weight: Tensor, coupling: Tensor) -> Tensor:

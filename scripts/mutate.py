@@ -1,0 +1,560 @@
+"""Plants faults into the library, one at a time, and sees whether the tests find them.
+
+    python scripts/mutate.py                  all faults; exit code 1 if one is missed
+    python scripts/mutate.py --only em        those whose name holds "em"
+    python scripts/mutate.py --check          only look whether every fault still has its place in the source
+    python scripts/mutate.py --jobs 4         so many at a time
+
+A fault is a piece of source text and what replaces it. It is planted in a copy of the repository in a temporary folder,
+never in the working tree. First the tests named beside it run, those that should find it; if they do not, all tests do.
+A fault is caught when a test fails. A copy without a fault runs all the named tests too, and must pass them.
+
+A change to the library that moves a fault's text makes this script fail: then move the fault, or find a better one.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy  # noqa: F401  # heavy, and so imported once for the tests of all faults; torchcaps never is
+import pytest
+import torch  # noqa: F401
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "runs")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, which stands exactly once in `file` of src/torchcaps, becomes `new`; `tests` are likely to find it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def planted(self, source: str) -> str:
+        found = source.count(self.old)
+        if found != 1:
+            raise SystemExit(f"{self.name}: its text stands {found} times in src/torchcaps/{self.file}:\n{self.old}")
+        return source.replace(self.old, self.new)
+
+
+# @ file: the tests to run first. Then faults: a name, what is there (-), what takes its place (+), an empty line.
+TABLE = r"""
+@ squash.py: test_squash.py
+
+squash: a square dropped above length 1
+- t / (1 + a * t.square())
++ t / (1 + a * t)
+
+squash: rows squashed apart
+- kind: Squash = "sabour", dim: int | Sequence[int] = (-2, -1), a:
++ kind: Squash = "sabour", dim: int | Sequence[int] = -1, a:
+
+squash option: eps left out
+- (x.square().sum(dim, keepdim=True) + eps).sqrt()
++ x.square().sum(dim, keepdim=True).sqrt()
+
+squash option: a ignored below length 1
+- r / (a + r.masked_fill(large, 1.0).square())
++ r / (1 + r.masked_fill(large, 1.0).square())
+
+squash: series of tanh with a wrong term
+- q * (2 / 15 -
++ q * (2 / 5 -
+
+squash gradient: the gain is a constant
+- (x * _gain(r, kind, a)).to(s.dtype)
++ (x * _gain(r.detach(), kind, a)).to(s.dtype)
+
+squash: float16 inside
+- x = s.to(torch.promote_types(s.dtype, torch.float32))
+-     if kind == "normalize"
++ x = s
++     if kind == "normalize"
+
+squash: NaN at zero
+- return r.masked_fill(zero, 1.0).reciprocal().masked_fill(zero, 0.0)
++ return r.reciprocal()
+
+unsquash: a wrong sign
+- (n * (1 - n)).rsqrt()
++ (n * (1 + n)).rsqrt()
+
+safe norm: squares overflow
+- m = x.detach().abs().amax(dim, keepdim=True)
++ m = torch.ones_like(x.detach().abs().amax(dim, keepdim=True))
+
+@ routing/_round.py: test_golden_dynamic.py test_routing_properties.py
+
+softmax over children
+- coupling = logits.softmax(dim=2)
++ coupling = logits.softmax(dim=1)
+
+transposed weight
+- ("nirp,ijpq->nijrq", poses, weight)
++ ("nirp,ijpq->nijrq", poses, weight.mT if weight.shape[2] == weight.shape[3] else weight)
+
+shared weight: that of the first column
+- ("nirp,jpq->nijrq", poses, weight[0])
++ ("nirp,jpq->nijrq", poses[..., :1].expand_as(poses), weight[0])
+
+@ routing/_round.py: test_routing_properties.py
+
+mask by multiplication
+- poses = poses.masked_fill(~mask[:, :, None, None], 0.0)
++ poses = poses * mask[:, :, None, None]
+
+mask by multiplication, activations
+- activations = activations.masked_fill(~mask, 0.0)
++ activations = activations * mask
+
+mask not on the offset
+- votes = votes.masked_fill(~self.mask[:, :, None, None, None], 0.0)
++ votes = votes
+
+masked children keep their share
+- return coupling if mask is None else coupling.masked_fill(~mask[:, :, None], 0.0)
++ return coupling
+
+masked children compete for parents
+- torch.finfo(logits.dtype).min)
+-         coupling
++ 0.0)
++         coupling
+
+vote offset dropped
+- votes = votes + self.vote_offset
++ votes = votes + 0 * self.vote_offset
+
+@ routing/_round.py: test_golden_dynamic.py test_routing_properties.py
+
+option leaky: the leak takes no share
+- torch.cat([logits, torch.zeros_like(logits[:, :, :1])], dim=2).softmax(dim=2)[:, :, :-1]
++ logits.softmax(dim=2)
+
+option leaky: the leak is kept, a parent dropped
+- .softmax(dim=2)[:, :, :-1]
++ .softmax(dim=2)[:, :, 1:]
+
+@ routing/_round.py: test_routing_properties.py
+
+child_ids ignored
+- elif child_ids is not None:
++ elif child_ids is not None and len(child_ids) == 0:
+
+child_ids: examples and windows mixed up
+- b = logits.unflatten(0, (-1, windows)).flatten(1, 2)
++ b = logits.unflatten(0, (windows, -1)).transpose(0, 1).flatten(1, 2)
+
+child_ids: padding competes
+- b = logits.unflatten(0, (-1, windows))
++ b = (logits if mask is None else logits.clamp(min=-30)).unflatten(0, (-1, windows))
+
+@ routing/_round.py: test_routing_properties.py test_oracles.py
+
+child_ids gradient: the others of the same child are constants
+- total = total.scatter_add(1, ids, e.sum(2))
++ total = total.scatter_add(1, ids, e.sum(2).detach())
+
+@ routing/_round.py: test_precision.py
+
+half precision inside
+- compute = torch.promote_types(dtype, torch.float32)
++ compute = dtype
+
+autocast inside
+- return torch.autocast(device, enabled=False)
++ return contextlib.nullcontext()
+
+@ routing/_round.py: test_golden_dynamic.py test_routing_properties.py
+
+coupling of the first round
+- coupling = rounds[-1].to(self.dtype)
++ coupling = rounds[0].to(self.dtype)
+
+@ routing/_round.py: test_oracles.py test_contract.py
+
+coupling of all rounds backwards
+- torch.stack(list(rounds))
++ torch.stack(list(rounds)[::-1])
+
+@ routing/_round.py: test_routing_errors.py
+
+zero rounds are let in
+- not isinstance(iterations, int) or iterations < 1:
++ not isinstance(iterations, int) or iterations < 0:
+
+a weight for other children is let in
+- if children not in (1, poses.shape[1]) or columns != poses.shape[3]:
++ if columns != poses.shape[3]:
+
+@ routing/dynamic.py: test_golden_dynamic.py test_routing_properties.py
+
+dynamic: logits of the whole batch
+- else torch.einsum("nijrq,njrq->nij", direction, V)
++ else torch.einsum("nijrq,njrq->nij", direction, V).mean(0, keepdim=True).expand(N, I, J)
+
+dynamic gradient: earlier rounds are constants
+- V = step if V is None or not accumulate else V + step
++ V = step if V is None or not accumulate else V.detach() + step
+
+dynamic option: accumulate ignored
+- V is None or not accumulate else
++ V is None else
+
+dynamic option: inner squash used last
+- v = apply_squash(s, squash)
++ v = apply_squash(s, inner_squash)
+
+dynamic option: cosine of votes as they are
+- direction = apply_squash(seen, "normalize") if cosine else seen
++ direction = seen
+
+dynamic option: cosine of parents as they are
+- step = apply_squash(s, "normalize") if cosine else v
++ step = v
+
+@ routing/dynamic.py: test_routing_properties.py
+
+dynamic option: prior in the first round alone
+- b = b + prior
++ b = b + prior if V is None else b
+
+@ routing/dynamic.py: test_golden_dynamic.py test_oracles.py
+
+dynamic option: bias in the last round alone
+- s = s + bias
++ s = s + bias if last else s
+
+@ routing/dynamic.py: test_routing_properties.py
+
+dynamic option: coupling not detached
+- c = c.detach()
++ c = c.clone()
+
+@ routing/dynamic.py: test_golden_dynamic.py test_routing_properties.py
+
+dynamic option: votes of earlier rounds not detached
+- seen = u.detach() if detach == "all_but_last" else u
++ seen = u
+
+@ routing/dynamic.py: test_routing_properties.py
+
+dynamic option: state of earlier rounds not detached
+- V = V.detach()
++ V = V.clone()
+
+dynamic: start ignored
+- call.tensor("start", start, N, J, R, Q)
++ None
+
+dynamic: over children by its name alone
+- c = couple(b, over=normalize,
++ c = couple(b, over="parents",
+
+@ routing/dynamic.py: test_golden_dynamic.py test_routing_properties.py
+
+dynamic preset: Su's squash is Sabour's
+- functools.partial(apply_squash, a=0.5)
++ functools.partial(apply_squash, a=1.0)
+
+@ routing/dynamic.py: test_capsnet.py
+
+dynamic: initial weights forget how many parents share
+- share = 1 / I if self.normalize == "children" else 1 / J
++ share = 1 / J if self.normalize == "children" else 1 / I
+
+@ routing/attention.py: test_golden_attention.py test_routing_properties.py
+
+attention: LayerNorm over columns alone
+- layer_norm(p, (R, Q), norm_weight, norm_bias, eps)
++ layer_norm(p, (Q,), None if norm_weight is None else norm_weight[0], None if norm_bias is None else norm_bias[0], eps)
+
+attention option: scale ignored
+- (R * Q) ** -0.5 if scale is None else scale
++ (R * Q) ** -0.5
+
+attention: scale of one row
+- (R * Q) ** -0.5 if
++ Q**-0.5 if
+
+attention option: norm ignored
+- eps if norm and R * Q > 1 else None
++ eps if R * Q > 1 else None
+
+@ routing/attention.py: test_routing_properties.py
+
+attention option: eps ignored
+- norm_weight, norm_bias, eps)
++ norm_weight, norm_bias, 1e-5)
+
+@ routing/attention.py: test_golden_attention.py test_routing_properties.py
+
+attention gradient: parents are constants
+- "nijrq,njrq->nij", V, p)
++ "nijrq,njrq->nij", V, p.detach())
+
+attention gradient: coupling is a constant
+- p = torch.einsum("nij,nijrq->njrq", r, V)
++ p = torch.einsum("nij,nijrq->njrq", r.detach(), V)
+
+@ routing/em.py: test_golden_em.py test_routing_properties.py
+
+em: activation left out
+- q = r * a[:, :, None]
++ q = r * (a[:, :, None] > 0)
+
+em: lambda off by one
+- 0.95 ** (t + 1)
++ 0.95**t
+
+@ routing/em.py: test_routing_properties.py
+
+em: lambda starts anew
+- first = 0 if state is None else state.round
++ first = 0
+
+@ routing/em.py: test_golden_em.py test_routing_properties.py
+
+em: variance not centred
+- (V - mu[:, None]).square()) + min_variance
++ V.square()) + min_variance
+
+@ routing/em.py: test_routing_properties.py
+
+em: variance as a difference of large numbers
+- (V - mu[:, None]).square()) + min_variance
++ V.square()) - mu.square() + min_variance
+
+@ routing/em.py: test_golden_em.py test_routing_properties.py
+
+em option: min_variance is a least, not added
+- (V - mu[:, None]).square()) + min_variance
++ (V - mu[:, None]).square()).clamp(min=min_variance)
+
+em: variance for the deviation
+- - (s2.log().sum((2, 3)) / 2)[:, None]
++ - s2.log().sum((2, 3))[:, None]
+
+em: cost of one entry of a pose
+- R * Q * beta_u
++ beta_u
+
+em: parents' activations not in the E-step
+- torch.nn.functional.logsigmoid(logit)[:, None] + log_p
++ log_p
+
+em gradient: parents' activations are constants
+- logsigmoid(logit)
++ logsigmoid(logit.detach())
+
+em gradient: variances are constants
+- mu, s2, logit, _ = state
++ mu, s2, logit, _ = state
++             s2 = s2.detach()
+
+@ routing/em.py: test_routing_properties.py
+
+em: a parent of nobody is NaN
+- w = q / m.masked_fill(m == 0, 1.0)[:, None]
++ w = q / m[:, None]
+
+@ routing/combine.py: test_routing_properties.py
+
+combine: offset ignored
+- vote_offset=vote_offset, mask=None
++ vote_offset=None, mask=None
+
+combine: down with the weight of the way up
+- .permute(1, 0, 3, 2)
++ .permute(1, 0, 2, 3)
+
+@ losses.py: test_losses.py test_golden_losses.py
+
+margin loss: no square on present classes
+- (positive - p).relu().pow(power), (p
++ (positive - p).relu(), (p
+
+margin loss: present classes pushed down too
+- negative_weight * (1 - present) * too_high
++ negative_weight * too_high
+
+margin loss option: over_classes ignored
+- loss.sum(1) if over_classes == "sum" else loss.mean(1)
++ loss.sum(1)
+
+spread loss: the right class takes part
+- too_close.scatter(1, t, 0.0).sum(1)
++ too_close.sum(1)
+
+reconstruction loss: depends on the size
+- PAPER_PIXELS * squares.flatten(1).mean(1)
++ squares.flatten(1).sum(1)
+
+@ models/capsnet.py: test_capsnet.py
+
+model: the label is decoded in evaluation
+- keep if self.training else _highest(scores)
++ keep
+
+model: the shortest capsule is decoded
+- scores.argmax(1, keepdim=True)
++ scores.argmin(1, keepdim=True)
+
+model gradient: the decoder does not train the capsules
+- self.decoder(capsules.poses, keep
++ self.decoder(capsules.poses.detach(), keep
+
+"""
+
+
+def read(table: str) -> list[Fault]:
+    """The faults of a table."""
+    faults, file, tests = [], "", ""
+    for block in table.strip().split("\n\n"):
+        lines = block.splitlines()
+        if lines[0].startswith("@ "):
+            file, tests = lines[0][2:].split(": ")
+            continue
+        old, new = ("\n".join(line[2:] for line in lines[1:] if line.startswith(sign)) for sign in "-+")
+        faults.append(Fault(lines[0], file, old, new, tuple(tests.split())))
+    return faults
+
+
+def check(faults: list[Fault]) -> None:
+    """Every fault has its place, exactly once, and a name of its own."""
+    assert len({fault.name for fault in faults}) == len(faults)
+    for fault in faults:
+        fault.planted((ROOT / "src/torchcaps" / fault.file).read_text("utf-8"))
+        for test in fault.tests:
+            if not (ROOT / "tests" / test.split("::")[0]).exists():
+                raise SystemExit(f"{fault.name}: there is no tests/{test}")
+
+
+class NoShrinking:
+    """A pytest plugin: the first example that fails will do, nobody reads it."""
+
+    def pytest_collection_finish(self) -> None:
+        from hypothesis import Phase, settings
+
+        settings.register_profile("no shrinking", settings.default, phases=[Phase.explicit, Phase.generate])
+        settings.load_profile("no shrinking")
+
+
+def start(copy: Path, tests: list[str]) -> int:
+    """Runs tests in a copy, in a process of its own, and gives its number. What it says goes to the file `output`."""
+    process = os.fork()
+    if process:
+        return process
+    code = 3
+    try:
+        with (copy / "output").open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.chdir(copy)
+        os.environ |= {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, str(copy / "src"))
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", *tests], plugins=[NoShrinking()])
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # and never back into what the parent was doing
+
+
+@dataclass
+class Trial:
+    """A fault that is planted, or none, and the tests that are still to be tried on it."""
+
+    fault: Fault | None
+    copy: Path
+    left: list[list[str]]
+    began: float
+
+    def plant(self) -> None:
+        if self.fault is not None:
+            file = self.copy / "src/torchcaps" / self.fault.file
+            file.write_text(self.fault.planted(file.read_text("utf-8")), "utf-8")
+
+    def heal(self) -> None:
+        if self.fault is not None:
+            shutil.copy(ROOT / "src/torchcaps" / self.fault.file, self.copy / "src/torchcaps" / self.fault.file)
+
+    def tell(self, code: int) -> bool:
+        """Prints what came of it; whether that is good."""
+        output = (self.copy / "output").read_text("utf-8", "replace")
+        failed = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        name = "nothing planted" if self.fault is None else self.fault.name
+        if self.fault is None:
+            verdict = "sound" if code == 0 else "NOT SOUND"
+        else:
+            verdict = {0: "MISSED", 1: "caught"}.get(code, "NO RUN")
+        told = failed[0] if failed else "" if code == 0 else output[-300:]
+        print(f"{verdict:9} {time.monotonic() - self.began:4.0f} s  {name:65} {told}", flush=True)
+        return verdict in ("caught", "sound")
+
+
+def run(faults: list[Fault], jobs: int, folder: Path) -> dict[str, bool]:
+    """Whether each fault was caught, by its name; under "" whether the tests pass without any."""
+    named = list(dict.fromkeys(f"tests/{test}" for fault in faults for test in fault.tests))
+    waiting: list[tuple[Fault | None, list[list[str]]]] = [(None, [named])]
+    waiting += [(fault, [[f"tests/{test}" for test in fault.tests], ["tests"]]) for fault in faults]
+    copies = [folder / str(job) for job in range(jobs)]
+    for copy in copies:
+        shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+    running: dict[int, Trial] = {}
+    good: dict[str, bool] = {}
+    while waiting or running:
+        while waiting and copies:
+            fault, left = waiting.pop(0)
+            trial = Trial(fault, copies.pop(), left, time.monotonic())
+            trial.plant()
+            running[start(trial.copy, trial.left.pop(0))] = trial
+        process, status = os.wait()
+        trial, code = running.pop(process), os.waitstatus_to_exitcode(status)
+        if code == 0 and trial.left:
+            running[start(trial.copy, trial.left.pop(0))] = trial
+            continue
+        good[trial.fault.name if trial.fault else ""] = trial.tell(code)
+        trial.heal()
+        copies.append(trial.copy)
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time")
+    parser.add_argument("--check", action="store_true", help="look at the faults' places alone")
+    arguments = parser.parse_args()
+    everything = read(TABLE)
+    check(everything)
+    if arguments.check:
+        print(f"{len(everything)} faults have their place")
+        return 0
+    faults = [fault for fault in everything if arguments.only in fault.name]
+    if not faults:
+        raise SystemExit(f"no fault's name holds {arguments.only!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        good = run(faults, arguments.jobs, Path(folder))
+    missed = [fault.name for fault in faults if not good[fault.name]]
+    print(f"{len(faults) - len(missed)} of {len(faults)} faults caught", *missed, sep="\n    missed: ")
+    if not good[""]:
+        print("tests fail with nothing planted: their word about faults means nothing")
+    return 0 if all(good.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
