@@ -31,6 +31,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
+from torchcaps import Capsules
 from torchcaps.losses import margin_loss, reconstruction_loss
 from torchcaps.models import CapsNet
 
@@ -145,35 +146,38 @@ def draw(model: CapsNet, images: Tensor, labels: Tensor, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    first = [int((labels == digit).nonzero()[k]) for k in (0, 1) for digit in range(10)]
-    shown = images[first]
+    each = [int((labels == digit).nonzero()[k]) for k in range(4) for digit in range(10)]  # four of every digit
+    shown = images[each]
     capsules = model.capsules(shown)
     drawn = model.reconstruct(capsules)
+    pairs = torch.stack([shown.view(4, 10, 8, 8), drawn.view(4, 10, 8, 8)], 1).flatten(0, 1)  # a row below the other
+
     one = 3  # the digit whose pose is swept
     moves = torch.linspace(-0.25, 0.25, 11)
-    swept = capsules.poses[one].repeat(16 * len(moves), 1, 1, 1)
+    poses = capsules.poses[one].repeat(16, len(moves), 1, 1, 1)
     for number in range(16):
-        rows = slice(number * len(moves), (number + 1) * len(moves))
-        swept[rows, one, 0, number] += moves
-    variations = model.reconstruct(type(capsules)(swept), torch.full((len(swept),), one))
+        poses[number, :, one, 0, number] += moves
+    swept = model.reconstruct(Capsules(poses.flatten(0, 1)), torch.full((16 * len(moves),), one))
 
-    figure = plt.figure(figsize=(12, 5.4), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=[1, 1])
-    left.suptitle("test digits (dark rows) and what their capsules draw (below each)", fontsize=10)
-    axes = left.subplots(4, 10)
-    for column in range(10):
-        for row, source in enumerate((shown[:10], drawn[:10], shown[10:], drawn[10:])):
-            axes[row, column].imshow(source[column, 0], cmap="gray" if row % 2 == 0 else "magma", vmin=0, vmax=1)
-    right.suptitle(f"each of the 16 numbers of the pose of a {one}, moved by -0.25 .. 0.25", fontsize=10)
-    grid = right.subplots(8, 23)
-    for number in range(16):
-        for k in range(len(moves)):
-            cell = grid[number % 8, k + 12 * (number // 8)]
-            cell.imshow(variations[number * len(moves) + k, 0], cmap="magma", vmin=0, vmax=1)
-    for axis in (*axes.flat, *grid.flat):
-        axis.axis("off")
-    figure.savefig(path, dpi=110)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 6.6), width_ratios=[1.15, 1], layout="constrained")
+    left.imshow(tiles(pairs), cmap="gray", vmin=0, vmax=1)
+    left.set_title("test digits, and below each what its capsule draws", fontsize=10)
+    left.set_axis_off()
+    right.imshow(tiles(swept.view(16, len(moves), 8, 8)), cmap="gray", vmin=0, vmax=1)
+    right.set_title(f"a {one}, redrawn with one number of its pose moved", fontsize=10)
+    right.set_xticks([4.5, 4.5 + 9 * 5, 4.5 + 9 * 10], ["-0.25", "0", "+0.25"])
+    right.set_yticks([4.5 + 9 * number for number in range(16)], [str(number) for number in range(16)], fontsize=7)
+    right.set_ylabel("which number of the 16")
+    figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def tiles(images: Tensor) -> Tensor:
+    """`[rows, columns, h, w]` as one image, with a line of grey between the tiles."""
+    rows, columns, h, w = images.shape
+    canvas = torch.full((rows, h + 1, columns, w + 1), 0.35)
+    canvas[:, :h, :, :w] = images.transpose(1, 2)
+    return canvas.view(rows * (h + 1), columns * (w + 1))[:-1, :-1]
 
 
 def save(model: CapsNet, recipe: Recipe, seed: int, path: Path) -> None:
