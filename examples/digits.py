@@ -100,7 +100,7 @@ def train(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, console: Co
     columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), loss_so_far, TimeRemainingColumn()]
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=recipe.epochs, loss="-")
-        for _ in range(recipe.epochs):
+        for epoch in range(recipe.epochs):
             order = torch.randperm(len(images), generator=random)
             shown, total = augment(images[order], recipe, random), 0.0
             for batch in torch.arange(per_epoch * recipe.batch).split(recipe.batch):
@@ -114,6 +114,8 @@ def train(images: Tensor, labels: Tensor, recipe: Recipe, seed: int, console: Co
                 follow(average, model, min(recipe.average, schedule.last_epoch / (9 + schedule.last_epoch)))
                 total += loss.item() / per_epoch
             progress.update(bar, advance=1, loss=f"{total:.4f}")
+            if not console.is_terminal and (epoch + 1) % 10 == 0:
+                console.print(f"epoch {epoch + 1} of {recipe.epochs}, loss {total:.4f}")
     return average.eval()
 
 
@@ -215,9 +217,9 @@ def main(arguments: list[str] | None = None) -> float:
     console.print(per_class(test_labels, predicted))
     wrong = int((predicted != test_labels).sum())
     console.print(
-        f"test accuracy {100 * accuracy:.2f} % ({wrong} of {len(test_labels)} wrong), last epoch, seed {chosen.seed}; "
-        f"{time.time() - began:.0f} s, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"Python {platform.python_version()}"
+        f"test accuracy {100 * accuracy:.2f} % ({wrong} of {len(test_labels)} wrong)\n"
+        f"seed {chosen.seed}, {recipe.epochs} epochs, {time.time() - began:.0f} s; threads: {torch.get_num_threads()}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
     )
     save(model, recipe, chosen.seed, chosen.out / "model.pt")
     draw(model, test_images, test_labels, chosen.out / "digits.png")
@@ -226,4 +228,7 @@ def main(arguments: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("stopped: nothing was written") from None

@@ -133,7 +133,7 @@ class Planted(Attention):
 
     spoil: Callable[[Routed, dict[str, Any]], Routed] = lambda routed, call: routed
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, poses: Tensor, weight: Tensor, activations: Tensor | None = None, *, backend: str = "auto", **call: Any
     ) -> Routed:
         routed = Attention(self.iterations)(poses, weight, activations, backend="reference", **call)
@@ -215,7 +215,7 @@ def test_a_backend_may_refuse_cases_but_auto_may_not_and_a_named_one_not_all() -
         refused: frozenset[torch.dtype] = frozenset()
         refuser: str = "fast"
 
-        def __call__(self, poses: Tensor, *args: Any, backend: str = "auto", **kwargs: Any) -> Routed:  # type: ignore
+        def __call__(self, poses: Tensor, *args: Any, backend: str = "auto", **kwargs: Any) -> Routed:
             if backend == self.refuser and poses.dtype in self.refused:
                 raise ValueError(f"{self.refuser} does not do {poses.dtype}")
             poses = poses * 1.0001 if backend == "fast" and poses.dtype == torch.float64 else poses

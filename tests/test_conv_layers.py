@@ -235,6 +235,21 @@ def shares_by_child(
     return found
 
 
+def test_each_child_that_a_window_sees_has_one_number_below_the_count_of_entries(
+    shape: tuple[tuple[int, ...], ...],
+) -> None:
+    ids = build(Dynamic(), shape)._child_ids(shape[0], torch.device("cpu"))
+    numbers: dict[Child, set[int]] = {}
+    for row, (_, entries) in zip(ids.tolist(), windows(shape), strict=True):
+        for number, child in zip(row, entries, strict=True):
+            numbers.setdefault(child, set()).add(number)
+    numbers.pop(None, None)
+    assert all(len(own) == 1 for own in numbers.values())
+    assert len(set.union(*numbers.values())) == len(numbers)
+    assert ids.min() >= 0
+    assert ids.max() < ids.numel()
+
+
 @pytest.mark.parametrize("name", OVER_PARENTS)
 def test_a_child_shares_one_among_the_parents_of_all_windows_that_see_it(
     shape: tuple[tuple[int, ...], ...], name: str

@@ -28,6 +28,12 @@ def test_the_code_blocks_of_a_page_run_in_order(page: Path, monkeypatch, tmp_pat
         exec(compile(block, str(page), "exec"), names)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_pictures_and_files_that_a_page_points_to_are_there(page: Path):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
 def test_the_pages_known_to_hold_code_hold_it():
     counts = {page.name: len(python_blocks(page)) for page in PAGES}
     assert counts["adding-an-algorithm.md"] >= 5

@@ -258,11 +258,11 @@ def test_nothing_is_calculated_on_the_meta_device_but_all_shapes_are_known(make:
     expected = make(rule)(a_map())
     with torch.device("meta"):
         built_there, children = make(rule), a_map()
-    for layer in (built_there, make(rule).to("meta")):
+    for layer, dtype in ((built_there, torch.float32), (make(rule).double().to("meta"), torch.float64)):
         out = layer(children)
         assert out.poses.is_meta
         assert out.poses.shape == expected.poses.shape
-        assert all(parameter.is_meta for parameter in layer.parameters())
+        assert all(parameter.is_meta and parameter.dtype == dtype for parameter in layer.parameters())
 
 
 def test_a_layer_made_on_meta_starts_anew_where_it_is_put() -> None:

@@ -1,5 +1,6 @@
 """The door of routing: what does not fit is a ValueError that names both sides and the way out."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -195,10 +196,24 @@ def test_a_rule_cannot_be_changed_and_knows_its_names(rule: Any) -> None:
         route(rule, no_such_tensor=torch.zeros(1))
 
 
-@pytest.mark.parametrize("rule", [Dynamic(iterations=0), Attention(iterations=0), EM(iterations=0)], ids=str)
-def test_no_round_is_an_error_at_the_call(rule: Any) -> None:
-    with pytest.raises(ValueError, match="iterations=0"):
-        route(rule)
+@pytest.mark.parametrize("rule", [Dynamic, Attention, EM])
+@pytest.mark.parametrize("iterations", [0, -1, 1.5, True, "3"])
+def test_no_round_is_an_error_when_the_rule_is_made_and_at_the_call(rule: Any, iterations: Any) -> None:
+    with pytest.raises(ValueError, match=f"iterations={iterations!r}"):
+        rule(iterations=iterations)
+    with pytest.raises(ValueError, match=f"iterations={iterations!r}"):
+        route(functools.partial(rule.function, iterations=iterations))
+
+
+def test_an_unknown_squash_is_an_error_when_the_rule_is_made() -> None:
+    for settings in ({"squash": "no"}, {"inner_squash": "no"}):
+        with pytest.raises(ValueError, match="take one of sabour"):
+            Dynamic(**settings)
+
+
+def test_a_rule_says_only_what_is_not_its_default() -> None:
+    assert str(Dynamic.sabour()) == "Dynamic()"
+    assert str(Dynamic.su()) == "Dynamic(accumulate=False, squash=Sabour(a=0.5, eps=0.0), inner_squash='normalize')"
 
 
 def shapes(*sizes: tuple[int, ...]) -> list[Tensor]:

@@ -126,7 +126,8 @@ def calls(
     """A call with generic numbers; `masks` None: sometimes with one; `children`, `parents`: at least so many."""
     rule = draw(rules)
     N, I, J = draw(st.integers(1, 3)), draw(st.integers(children, 7)), draw(st.integers(parents, 5))
-    R, P, Q = (draw(st.integers(1, 4)) for _ in range(3))
+    R, P = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    Q = draw(st.one_of(st.just(P), st.integers(1, 4)))  # often a square weight, which can be transposed unseen
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
 
     def random(*shape: int) -> Tensor:
@@ -235,7 +236,7 @@ def test_an_example_does_not_see_a_nan_beside_it(call: Call) -> None:
 def test_shares_sum_as_the_rule_says(call: Call) -> None:
     every = call(return_coupling="all").coupling
     assert every is not None
-    assert every.shape == (call.rule.iterations, *call.poses.shape[:2], call.weight.shape[1])  # type: ignore[attr-defined]
+    assert every.shape == (call.rule.iterations, *call.poses.shape[:2], call.weight.shape[1])
     mask = call.rest.get("mask", torch.ones(call.poses.shape[:2], dtype=torch.bool))
     assert bool((every >= 0).all())
     assert not bool((every * ~mask[:, :, None]).any())
@@ -395,7 +396,7 @@ def test_gradients_reach_every_input_in_every_number_of_rounds(call: Call) -> No
 @given(call=calls(dynamics))
 def test_stopped_gradients_are_those_of_a_sum_with_given_shares(call: Call) -> None:
     call = call.but(detach="coupling")
-    kind = call.rule.squash  # type: ignore[attr-defined]
+    kind = call.rule.squash
     coupling = call().coupling
     assert coupling is not None
 
@@ -415,7 +416,7 @@ def test_stopped_gradients_are_those_of_a_sum_with_given_shares(call: Call) -> N
 
 
 @given(call=calls(dynamics), rounds=st.integers(2, 3))
-def test_all_but_last_lets_the_gradient_through_the_last_sum_and_the_prior_alone(call: Call, rounds: int) -> None:
+def test_all_but_last_leaves_a_gradient_to_the_last_sum_and_the_prior(call: Call, rounds: int) -> None:
     call = call.but(detach="all_but_last", iterations=rounds)
     I, J = call.poses.shape[1], call.weight.shape[1]
     call.rest.setdefault("prior", torch.randn(I, J, dtype=F64))
@@ -430,7 +431,7 @@ def test_all_but_last_lets_the_gradient_through_the_last_sum_and_the_prior_alone
     s = combine(leaves["poses"], leaves["weight"], shares, None)
     if "vote_offset" in leaves:
         s = s + (shares[..., None, None] * leaves["vote_offset"]).sum(1)
-    want = squash(s + leaves["bias"] if "bias" in leaves else s, rule.squash)  # type: ignore[attr-defined]
+    want = squash(s + leaves["bias"] if "bias" in leaves else s, rule.squash)
     got = call(**leaves).poses
     same(got, want)
     share = torch.randn_like(got)
@@ -596,6 +597,20 @@ def test_ids_of_padding_change_nothing(case: tuple[Call, Tensor], seed: int) -> 
         same(gradient, want[name])
 
 
+@pytest.mark.parametrize("rule", [Dynamic(leaky=True), Attention.tsai(), EM(final_lambda=0.5)], ids=str)
+def test_gradients_of_windows_are_those_of_finite_differences(rule: Rule) -> None:
+    poses, weight = torch.randn(4, 3, 2, 2, dtype=F64), torch.randn(3, 2, 2, 2, dtype=F64)
+    activations = torch.rand(4, 3, dtype=F64)
+    ids = torch.tensor([[0, 1, 2], [2, 1, 3]])
+
+    def outputs(*values: Tensor) -> tuple[Tensor, ...]:
+        routed = rule(*values, child_ids=ids, return_coupling=True)
+        return tuple(x for x in routed[:3] if x is not None)
+
+    leaves = (poses, weight, activations) if rule.needs_activations else (poses, weight)
+    assert torch.autograd.gradcheck(outputs, [x.requires_grad_() for x in leaves], fast_mode=True)
+
+
 @given(case=windowed())
 def test_examples_of_windows_do_not_depend_on_each_other(case: tuple[Call, Tensor]) -> None:
     call, ids = case
@@ -704,7 +719,7 @@ def test_lambda_goes_on_from_round_to_round(call: Call, rounds: int) -> None:
         mass = (coupling * call.rest["activations"][:, :, None]).sum(1)
         size = state.mean[0, 0].numel()
         cost = (size * call.rest["beta_u"] + state.variance.log().sum((2, 3)) / 2) * mass
-        logits = call.rule.final_lambda * (1 - 0.95**t) * (call.rest["beta_a"] - cost)  # type: ignore[attr-defined]
+        logits = call.rule.final_lambda * (1 - 0.95**t) * (call.rest["beta_a"] - cost)
         same(state.activation_logits, logits)
         same(step.activations, logits.sigmoid())
 
@@ -720,7 +735,7 @@ def test_em_parents_are_the_mean_and_the_variance_of_their_votes(call: Call) -> 
     mean = torch.einsum("nij,nijrq->njrq", shares, votes)
     variance = torch.einsum("nij,nijrq->njrq", shares, (votes - mean[:, None]) ** 2)
     same(routed.poses, mean)
-    same(routed.state.variance, variance + call.rule.min_variance)  # type: ignore[attr-defined]
+    same(routed.state.variance, variance + call.rule.min_variance)
 
 
 @given(call=calls(ems, masks=False))
@@ -833,6 +848,25 @@ def test_a_parent_without_a_squash_is_the_sum_of_its_shares_of_poses_times_weigh
 def test_a_rule_without_settings_is_its_function(function: Callable[..., Routed], rule: Rule) -> None:
     poses, weight, activations = torch.randn(2, 6, 2, 3), torch.randn(6, 4, 3, 5), torch.rand(2, 6)
     same_routed(rule(poses, weight, activations), function(poses, weight, activations), rtol=0)
+
+
+def test_a_preset_is_its_papers_settings_by_name() -> None:
+    assert Dynamic.sabour() == Dynamic(iterations=3)
+    assert Dynamic.sabour_code() == Dynamic(iterations=3, learn_bias=True)
+    assert Dynamic.sabour_code(leaky=True) == Dynamic(iterations=3, learn_bias=True, leaky=True)
+    half = Dynamic.su().squash
+    assert Dynamic.su_first() == Dynamic(iterations=3, accumulate=False, squash=half)
+    assert Dynamic.su() == Dynamic(iterations=3, accumulate=False, squash=half, inner_squash="normalize")
+    s = torch.randn(2, 3, 1, 4)
+    assert torch.equal(squash(s, half), squash(s, a=0.5))
+    hauser = Dynamic(iterations=3, agreement="cosine", detach="coupling")
+    assert Dynamic.hauser() == dataclasses.replace(hauser, normalize="children")
+    assert Dynamic.hauser(normalize="parents") == hauser
+    assert Attention.tsai() == Attention(iterations=2, scale=None, norm=True)
+    assert EM.hinton() == EM(iterations=3, final_lambda=0.01)
+    for preset in (Dynamic.sabour, Dynamic.sabour_code, Dynamic.su_first, Dynamic.su, Dynamic.hauser):
+        assert preset(5).iterations == 5
+    assert Attention.tsai(5).iterations == EM.hinton(5).iterations == 5
 
 
 @given(rule=rules)

@@ -317,7 +317,14 @@ def _presence(scores: Tensor, target: Tensor) -> Tensor:
     return torch.zeros_like(_wide(scores)).scatter(1, target.long()[:, None], 1.0)
 
 
+def _check_tensor(name: str, value: object, hint: str = "") -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(value).__name__}{hint}")
+
+
 def _check_target(scores: Tensor, target: Tensor) -> None:
+    _check_tensor("scores", scores, ": of capsules give .lengths, or .activations where the rule has them")
+    _check_tensor("target", target)
     if scores.dim() != 2 or scores.shape[1] == 0 or not scores.is_floating_point():
         raise ValueError(f"scores must be floating point [N, classes], not {list(scores.shape)} of {scores.dtype}")
     N, K = scores.shape

@@ -21,11 +21,12 @@ and bfloat16 calculate in float32.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "Squash", "safe_norm", "squash", "unsquash"]
+__all__ = ["KINDS", "Sabour", "Squash", "check_squash", "safe_norm", "squash", "unsquash"]
 
 Squash = str | Callable[[Tensor], Tensor]
 
@@ -57,8 +58,7 @@ def squash(
                 f"the squash {kind!r} turned shape {list(s.shape)} into {list(v.shape)}: it must keep the shape"
             )
         return v
-    if kind not in KINDS:
-        raise ValueError(f"unknown squash {kind!r}: take one of {', '.join(KINDS)}, or a callable")
+    check_squash("squash", kind)
     if not a > 0 or (a != 1.0 and kind != "sabour"):
         raise ValueError(f"a={a} with squash {kind!r}: only 'sabour' has the constant a, and it must be above 0")
     dim = _check(s, dim, "squash")
@@ -69,6 +69,23 @@ def squash(
         x = x / _largest(x, dim)  # a length near 1 to divide by, whose gradient cannot overflow
     r = (x.square().sum(dim, keepdim=True) + eps).sqrt() if eps > 0 else safe_norm(x, dim, keepdim=True)
     return (x * _gain(r, kind, a)).to(s.dtype)
+
+
+@dataclass(frozen=True)
+class Sabour:
+    """Sabour's squash with a constant of its own, for a rule: Su's is `Sabour(a=0.5)`, in his code with `eps=1e-7`."""
+
+    a: float = 1.0
+    eps: float = 0.0
+
+    def __call__(self, s: Tensor) -> Tensor:
+        return squash(s, "sabour", a=self.a, eps=self.eps)
+
+
+def check_squash(name: str, kind: Squash | None) -> None:
+    """A ValueError where `kind` is neither of the family nor a callable."""
+    if kind is not None and not callable(kind) and kind not in KINDS:
+        raise ValueError(f"unknown {name} {kind!r}: take one of {', '.join(KINDS)}, or a callable")
 
 
 def unsquash(v: Tensor, dim: int | Sequence[int] = (-2, -1)) -> Tensor:

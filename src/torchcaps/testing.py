@@ -734,6 +734,9 @@ def _precision(trial: _Trial) -> None:
             )
         for name, gradient in gradients.items():
             _finite(gradient, f"{dtype}: gradient in {name}")
+        loud = trial.case(scale=200.0, offset=None).to(dtype)  # squares of these are more than float16 can hold
+        for x in _outputs(loud.route(trial.rule)):
+            _finite(x, f"votes of some hundred in {dtype}: outputs")
 
 
 def _windows(trial: _Trial) -> None:
@@ -754,6 +757,8 @@ def _windows(trial: _Trial) -> None:
         what = "shares of a child over the parents of"
         _same(twice, torch.ones_like(twice), f"{what} both windows that see it")
         _same(shares[:, [0, 1], [0, 2]], torch.ones_like(twice), f"{what} the one window that sees it")
+    if not trial.stops_gradients:
+        _check_gradients(trial.rule, case.but(child_ids=overlapping), "windows that share children")
     if trial.rule.sums_to == "parents" and trial.has_rounds:
         first = trial.case(sizes, noise=0.0).but(child_ids=overlapping).coupling(trial.with_rounds(1))
         want = torch.tensor([[1 / 2, 1 / 4, 1 / 4], [1 / 4, 1 / 4, 1 / 2]], dtype=torch.float64, device=trial.device)

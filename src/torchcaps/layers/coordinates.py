@@ -38,7 +38,10 @@ def coordinate_offset(
     R, Q = pose_shape(pose)
     axes = len(spatial)
     if not axes or not all(n > 0 for n in (types, *spatial)):
-        raise ValueError(f"coordinates need a map of capsules with positions, not {types} types at {list(spatial)}")
+        raise ValueError(
+            f"coordinates need a map of capsules [N, C, *spatial, R, P], not {types} capsules without positions: "
+            "give the map before it is flattened, or build the layer with coordinates=False"
+        )
     if axes > (Q if R == 1 else R):
         have = f"vector pose of {Q} numbers" if R == 1 else f"pose [{R}, {Q}] of {R} rows"
         raise ValueError(f"{axes} coordinates do not fit a {have}: take out_pose with {axes} or more")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from torchcaps.layers._layer import check_window, per_axis, positive
-from torchcaps.squash import Squash
+from torchcaps.squash import Squash, check_squash
 from torchcaps.squash import squash as apply_squash
 from torchcaps.types import Capsules, Pose, pose_shape
 
@@ -68,6 +68,7 @@ class PrimaryCapsules(nn.Module):
         if spatial_dims not in _CONVOLUTIONS:
             raise ValueError(f"{name}: spatial_dims={spatial_dims!r} must be 1, 2 or 3")
         self.types, self.pose = positive(name, "types", types), pose_shape(pose)
+        check_squash("squash", squash)
         self.squash, self.activations = squash, activations
         R, P = self.pose
         channels = types * (R * P + activations)

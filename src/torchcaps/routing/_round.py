@@ -109,10 +109,7 @@ def enter(
     """Look at everything that all algorithms take, and make it ready."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not there: take one of {', '.join(BACKENDS)}")
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-        raise ValueError(
-            f"iterations={iterations!r}: routing needs a whole number of rounds, 1 or more (1 is no routing)"
-        )
+    check_iterations(iterations)
     if return_coupling not in (True, False, "all"):
         raise ValueError(f'return_coupling={return_coupling!r}: take False, True (the last round) or "all"')
     _check_pair(poses, weight)
@@ -143,6 +140,14 @@ def enter(
     if vote_offset is not None:
         vote_offset = vote_offset.to(compute)
     return Call(poses, weight.to(compute), activations, vote_offset, mask, child_ids, dtype, return_coupling)
+
+
+def check_iterations(iterations: int) -> None:
+    """A ValueError for anything but a whole number of rounds, 1 or more."""
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
+        raise ValueError(
+            f"iterations={iterations!r}: routing needs a whole number of rounds, 1 or more (1 is no routing)"
+        )
 
 
 def make_votes(poses: Float[Tensor, "N I R P"], weight: Float[Tensor, "#I J P Q"]) -> Float[Tensor, "N I J R Q"]:

@@ -40,6 +40,11 @@ class Rule(ABC):
     def weight_std(self, I: int, J: int, R: int, P: int, Q: int) -> float:
         """Standard deviation of initial weights that keeps lengths and gradients alive in a stack of layers."""
 
+    def __str__(self) -> str:
+        """The rule with whatever differs from its defaults."""
+        set_ = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in set_)})"
+
     def __call__(
         self,
         poses: Tensor,

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from torchcaps.routing._round import Backend, Call, couple, enter
+from torchcaps.routing._round import Backend, Call, check_iterations, couple, enter
 from torchcaps.routing._rule import Rule
 from torchcaps.types import Routed
 
@@ -47,7 +47,9 @@ def attention(
     backend: Backend = "auto",
     return_coupling: bool | Literal["all"] = False,
 ) -> Routed:
-    """Route children to parents by inverted attention (the equations stand on top of this file).
+    """Route children to parents by inverted dot-product attention: Tsai et al. 2020, section 3.
+
+    The equations stand on top of the file routing/attention.py.
 
     poses        `[N, I, R, P]`.
     weight       `[I, J, P, Q]`, or `[1, J, P, Q]` shared by all children.
@@ -60,6 +62,8 @@ def attention(
     mask         `[N, I]`, True for a child that takes part; what a masked child holds changes nothing.
     start        parents' poses `[N, J, R, Q]` to start from (the `state` of an earlier call).
     child_ids    `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
+    backend      "auto" or "reference".
+    return_coupling  True for the last round's coupling, "all" for every round's.
 
     Returns `Routed`: poses `[N, J, R, Q]`; no activations; coupling `[N, I, J]`, or `[T, N, I, J]` for "all"; state.
     Raises ValueError where shapes or settings do not fit.
@@ -126,6 +130,9 @@ class Attention(Rule):
     eps: float = 1e-5
 
     function: ClassVar[Callable[..., Routed]] = attention
+
+    def __post_init__(self) -> None:
+        check_iterations(self.iterations)
 
     @classmethod
     def tsai(cls, iterations: int = 2) -> "Attention":

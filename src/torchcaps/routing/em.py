@@ -28,7 +28,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchcaps.routing._round import Backend, Call, couple, enter
+from torchcaps.routing._round import Backend, Call, check_iterations, couple, enter
 from torchcaps.routing._rule import Rule
 from torchcaps.types import Routed
 
@@ -65,7 +65,9 @@ def em(
     backend: Backend = "auto",
     return_coupling: bool | Literal["all"] = False,
 ) -> Routed:
-    """Route children to parents by expectation-maximisation (the equations stand on top of this file).
+    """Route children to parents by expectation-maximisation: Hinton, Sabour, Frosst 2018, procedure 1.
+
+    The equations stand on top of the file routing/em.py.
 
     poses         `[N, I, R, P]`.
     weight        `[I, J, P, Q]`, or `[1, J, P, Q]` shared by all children.
@@ -79,6 +81,8 @@ def em(
     mask          `[N, I]`, True for a child that takes part; what a masked child holds changes nothing.
     start         the `state` of an earlier call.
     child_ids     `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
+    backend       "auto" or "reference".
+    return_coupling  True for the last round's coupling, "all" for every round's.
 
     Returns `Routed`: poses `[N, J, R, Q]`, the means; activations `[N, J]`; coupling R `[N, I, J]` before
     multiplication by activations, or `[T, N, I, J]` for "all"; the state (`EMState`).
@@ -171,6 +175,7 @@ class EM(Rule):
     needs_activations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_iterations(self.iterations)
         if not self.min_variance > 0:
             raise ValueError(f"min_variance={self.min_variance} must be above 0")
 
