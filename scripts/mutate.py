@@ -484,7 +484,7 @@ model: the shortest capsule is decoded
 - scores.argmax(1, keepdim=True)
 + scores.argmin(1, keepdim=True)
 
-@ models/capsnet.py: test_capsnet.py
+@ models/capsnet.py: test_capsnet_gradients.py
 
 model gradient: the decoder does not train the capsules
 - self.decoder(capsules.poses, keep
@@ -518,7 +518,7 @@ def check(faults: list[Fault]) -> None:
 class NoShrinking:
     """A pytest plugin: the first example that fails will do, nobody reads it."""
 
-    def pytest_collection_finish(self) -> None:
+    def pytest_collection(self) -> None:  # after tests/conftest.py, before the tests
         from hypothesis import Phase, settings
 
         settings.register_profile("no shrinking", settings.default, phases=[Phase.explicit, Phase.generate])

@@ -40,7 +40,9 @@ OPTIONS: list[Rule] = [
 ]
 
 
-@pytest.mark.parametrize("rule", PRESETS + OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "rule", PRESETS + OPTIONS, ids=[f"{k} {type(r).__name__}" for k, r in enumerate(PRESETS + OPTIONS)]
+)
 def test_every_rule_of_the_library_keeps_the_contract(rule: Rule) -> None:
     assert_routing_contract(rule)
 

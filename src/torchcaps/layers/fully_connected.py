@@ -28,6 +28,7 @@ class FullyConnectedCapsules(RoutedLayer):
 
     `weight` is `[I, J, P, Q]`; `learned` holds what the rule learns. Raises ValueError where sizes do not fit.
 
+    >>> import torch
     >>> from torchcaps.routing import Dynamic
     >>> layer = FullyConnectedCapsules(1152, 10, 8, 16, routing=Dynamic.sabour())
     >>> layer(Capsules(torch.randn(2, 32, 6, 6, 1, 8))).poses.shape

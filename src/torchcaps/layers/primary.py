@@ -44,6 +44,7 @@ class PrimaryCapsules(nn.Module):
 
     Raises ValueError where the input does not fit.
 
+    >>> import torch
     >>> PrimaryCapsules(256, 32, 8, kernel_size=9, stride=2)(torch.randn(2, 256, 20, 20)).poses.shape
     torch.Size([2, 32, 6, 6, 1, 8])
     """

@@ -36,6 +36,7 @@ class SharedCapsules(RoutedLayer):
 
     A prior that the rule learns is shared like the weight. Raises ValueError where sizes do not fit.
 
+    >>> import torch
     >>> from torchcaps.routing import Dynamic
     >>> layer = SharedCapsules(10, 128, 16, routing=Dynamic.su())
     >>> [layer(Capsules(torch.randn(2, n, 1, 128))).poses.shape[1] for n in (64, 176)]
