@@ -312,6 +312,7 @@ rule = Dynamic(learn_prior=True)
 layers = {
     "fully connected": FullyConnectedCapsules(60, 5, (2, 4), (2, 6), routing=rule, coordinates=True),
     "convolution": ConvCapsules(3, 5, (2, 4), (2, 6), 3, 2, 1, routing=rule),
+    "competition among all": ConvCapsules(3, 5, (2, 4), (2, 6), 3, 2, 1, routing=Dynamic(), competition="all"),
 }
 for name, layer in layers.items():
     out = torch.compile(layer, backend="eager", fullgraph=True)(children, mask).poses

@@ -191,7 +191,7 @@ def _couple_windows(logits: Tensor, mask: Tensor | None, child_ids: Tensor, leak
         logits = logits.masked_fill(~mask[:, :, None], torch.finfo(logits.dtype).min)
     b = logits.unflatten(0, (-1, windows)).flatten(1, 2)  # [examples, windows * I, J]
     ids = child_ids.flatten().expand(b.shape[0], -1)
-    children = int(child_ids.max()) + 1
+    children = int(child_ids.max()) + 1 if _readable(child_ids) else child_ids.numel()
     lowest = 0.0 if leaky else -torch.inf
     largest = b.new_full((b.shape[0], children), lowest).scatter_reduce(1, ids, b.detach().amax(2), "amax")
     e = (b - largest.gather(1, ids)[:, :, None]).exp()
@@ -225,8 +225,16 @@ def _check_child_ids(child_ids: Tensor, N: int, I: int) -> None:
         raise ValueError(f"child_ids {list(child_ids.shape)} of {child_ids.dtype} must be [windows, {I}] of torch.long")
     if child_ids.shape[0] == 0 or N % child_ids.shape[0]:
         raise ValueError(f"a batch of {N} is no multiple of the {child_ids.shape[0]} windows of child_ids")
-    if int(child_ids.min()) < 0:
+    if _readable(child_ids) and int(child_ids.min()) < 0:
         raise ValueError("child_ids must be 0 or more: mask out the entries of a window that hold no child")
+
+
+def _readable(child_ids: Tensor) -> bool:
+    """Whether the values can be looked at: elsewhere that would wait for the device, and a graph cannot at all.
+
+    Where they cannot, children must be numbered below the number of entries, as those of `ConvCapsules` are.
+    """
+    return child_ids.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
