@@ -18,6 +18,7 @@ import copy
 import math
 import os
 import platform
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -196,16 +197,33 @@ def load(path: Path) -> CapsNet:
     return model.eval()
 
 
+def epochs(text: str) -> int:
+    """A number of epochs from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder, or stop with one line if nothing can be written into it: now, not after the training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SystemExit(f"cannot write to {folder}: {error.strerror}; give another folder with --out") from None
+
+
 def main(arguments: list[str] | None = None) -> float:
     """Train, print and draw; returns the test accuracy, a number in 0..1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the order and the augmentation")
-    parser.add_argument("--epochs", type=int, default=Recipe.epochs)
+    parser.add_argument("--epochs", type=epochs, default=Recipe.epochs)
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for the model and the picture")
     chosen = parser.parse_args(arguments)
     console = Console()
     recipe = Recipe(epochs=chosen.epochs)
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    make_folder(chosen.out)
     train_images, test_images, train_labels, test_labels = load_data()
 
     began = time.time()

@@ -42,7 +42,7 @@ MAY = {
     "energy": May({"types", "squash", "routing", "layers"}),
     "losses": May({"types"}),
     "testing": May({"types", "routing", "layers"}),
-    "bench": May({"types", "routing", "layers", "models", "losses"}),
+    "bench": May({"types", "routing", "layers", "models", "losses"}, {"matplotlib"}),
     "torchcaps": May({"types", "squash", "routing", "layers", "models", "energy", "losses"}),
     "data": May(set(), {"numpy", "pytorch_lightning", "torchvision"}),
     "training": May({"types", "losses"}, {"numpy", "pytorch_lightning", "torchmetrics"}),

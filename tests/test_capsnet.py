@@ -7,8 +7,11 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -134,6 +137,39 @@ def test_primary_capsules_stay_4608_at_most_and_no_pixel_is_passed_over(size: in
     assert (conv.stride[0] == 1) == (size <= 40)
 
 
+@pytest.mark.parametrize(
+    ("settings", "positions"),
+    [
+        ({"image_size": 65, "kernel_size": 1, "primary_kernel_size": 22}, 32),
+        ({"image_size": 400, "primary_kernel_size": 31}, 33),
+        ({"image_size": 400, "primary_kernel_size": 392}, 392),
+    ],
+)
+def test_the_stem_leaves_room_for_the_kernel_of_the_primary_capsules(settings: Any, positions: int) -> None:
+    model = on_meta(decoder=False, stem_channels=1, primary_types=1, primary_stride=1, num_classes=2, **settings)
+    x = torch.empty(2, 1, *model.image_size, device="meta")
+    assert model.stem(x).shape[2:] == (positions, positions)
+    assert model(x).shape == (2, 2)
+
+
+@given(size=st.integers(1, 500), kernel=st.integers(1, 12), padding=st.integers(0, 3), above=st.integers(1, 70))
+def test_every_image_either_works_or_is_told_the_smallest_that_does(
+    size: int, kernel: int, padding: int, above: int
+) -> None:
+    def make(size: int) -> CapsNet:
+        return on_meta(
+            image_size=size, kernel_size=kernel, stem_padding=padding, primary_kernel_size=above, decoder=False,
+            stem_channels=1, primary_types=1, num_classes=2,
+        )  # fmt: skip
+
+    smallest = max(1, above - 1 + kernel - 2 * padding)
+    if size >= smallest:
+        assert make(size)(torch.empty(1, 1, size, size, device="meta")).shape == (1, 2)
+    else:
+        with pytest.raises(ValueError, match=f"smallest image .* is {smallest} x {smallest};"):
+            make(size)
+
+
 def test_the_stride_of_the_stem_is_the_callers_where_given() -> None:
     model = on_meta(image_size=(64, 40), stem_stride=(1, 2))
     assert model.class_caps.in_caps == 32 * 24 * 4
@@ -199,12 +235,23 @@ def test_a_stem_of_ones_own_takes_the_first_convolutions_place_and_is_left_as_it
     ("stem", "message"),
     [
         (nn.Conv2d(2, 4, 7), r"map of 2 x 5 of an image of 8 x 11, but .* kernel of 3 x 3"),
+        (nn.Conv2d(3, 4, 3), r"stem does not take an image \[1, 2, 8, 11\]: .*: build it for 2 channels, or give"),
+        (lambda x: x, r"stem must be a torch.nn.Module, or None"),
+        (True, r"stem must be a torch.nn.Module, or None"),
         (nn.Flatten(), r"map \[N, channels, height, width\] of an image, not \[1, 176\]"),
     ],
 )
 def test_a_stem_that_makes_no_map_for_the_primary_capsules_is_a_clear_error(stem: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small(stem=stem)
+
+
+def test_a_stem_without_a_size_is_told_to_see_an_image_before() -> None:
+    stem = nn.LazyConv2d(4, 3)
+    with pytest.raises(ValueError, match=r"show it an image before, stem\(torch\.rand\(1, 2, 8, 11\)\)"):
+        small(stem=stem)
+    stem(torch.rand(1, 2, 8, 11))
+    assert small(stem=stem)(images()).shape == (4, 3)
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 8, 11), (4, 2, 11, 8), (4, 2, 8, 12), (2, 8, 11), (4, 176)])
@@ -225,12 +272,25 @@ def test_bytes_are_told_to_be_scaled() -> None:
     [
         {"in_chans": 0}, {"num_classes": 0}, {"num_classes": 2.0}, {"image_size": (28, 28, 1)}, {"image_size": (28, 0)},
         {"kernel_size": 0}, {"stem_padding": -1}, {"scores": "length"}, {"routing": "dynamic"},
-        {"primary_pose": (4, 4), "class_pose": 16},
+        {"primary_pose": (4, 4), "class_pose": 16}, {"decoder": 0}, {"decoder": 1}, {"decoder": None},
+        {"decoder": "conv"}, {"num_classes": True}, {"image_size": True}, {"image_size": 2.5}, {"image_size": None},
+        {"primary_types": 0}, {"primary_types": True}, {"hidden": 512},
     ],
 )  # fmt: skip
 def test_a_setting_that_makes_no_sense_is_an_error_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be|take one of|keeps its 4 rows"):
         on_meta(**settings)
+
+
+def test_sizes_of_a_model_may_be_whole_numbers_of_numpy() -> None:
+    four = np.int64(4)
+    model = small(
+        num_classes=four, image_size=(np.int32(8), np.int64(11)), kernel_size=np.int64(3), stem_channels=four,
+        primary_types=four, hidden=(four,),
+    )  # fmt: skip
+    assert model.image_size == (8, 11)
+    assert all(type(n) is int for n in (*model.image_size, model.num_classes))
+    assert model(images()).shape == (4, 4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -328,11 +388,35 @@ def test_the_decoder_may_be_a_module_of_ones_own() -> None:
         (torch.rand(4, 2), "do not fit"),
         (torch.tensor([0, 1, 2, 3]), "labels hold 0 to 3, but the model has 3 classes"),
         (torch.tensor([0, 1, 2, -1]), "labels hold -1 to 2"),
+        (torch.tensor([0, 1, 2, 3]).to(torch.uint16), "labels hold 0 to 3, but the model has 3 classes"),
+        (torch.full((4, 3), torch.nan), "labels hold nan to nan, but presence is 0 to 1"),
+        (torch.full((4, 3), 7.0), "labels hold 7.0 to 7.0, but presence is 0 to 1"),
+        (torch.full((4, 3), -1), "labels hold -1 to -1, but presence is 0 to 1"),
+        (torch.zeros(4, 3, dtype=torch.complex64), "complex64 do not fit"),
+        (torch.zeros(4, dtype=torch.complex64), "complex64 do not fit"),
+        ([0, 1, 2, 0], r"labels must be a tensor, not list: give torch\.as_tensor\(labels\)"),
     ],
 )
-def test_labels_that_do_not_fit_are_one_clear_error(labels: Tensor, message: str, training: bool) -> None:
+def test_labels_that_do_not_fit_are_one_clear_error(labels: Any, message: str, training: bool) -> None:
     with pytest.raises(ValueError, match=message):
         small().train(training)(images(), labels)
+
+
+@pytest.mark.parametrize("labels", [LABELS, nn.functional.one_hot(LABELS, 3)], ids=["indices", "presence"])
+@each_rule
+def test_gradients_per_example_are_those_of_each_example_alone(routing: Rule, labels: Tensor) -> None:
+    model, x = small(routing=routing).double(), images().double()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor, label: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, weights, (x[None], label[None]))
+        return margin_loss(out.scores, label[None]) + ReconstructionLoss()(out.reconstruction, x[None])
+
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, x, labels)
+    for n in range(len(x)):
+        alone = torch.func.grad(loss)(weights, x[n], labels[n])
+        for name in weights:
+            torch.testing.assert_close(together[name][n], alone[name], rtol=1e-8, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -390,8 +474,29 @@ def test_what_scores_are_can_be_chosen() -> None:
     model = small(routing=Attention.tsai(), scores="lengths")
     out = model(images(), LABELS)
     torch.testing.assert_close(out.scores, out.capsules.lengths, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("routing", [Dynamic(), Dynamic(learn_prior=True), Attention.tsai()])
+def test_scores_cannot_be_activations_under_a_rule_that_has_none(routing: Rule) -> None:
     with pytest.raises(ValueError, match=r"class capsules have none: .* scores=\"lengths\""):
-        small(scores="activations")(images())
+        small(routing=routing, scores="activations")
+    with pytest.raises(ValueError, match=r"class capsules have none: .* scores=\"lengths\""):
+        small(routing=EM()).reconstruct(Capsules(torch.ones(4, 3, 2, 4)))
+
+
+@dataclass(frozen=True)
+class Present(Dynamic):
+    """A rule that asks for no activations, but gives some."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        routed = super().__call__(*args, **settings)
+        return routed._replace(activations=routed.capsules.lengths)
+
+
+def test_scores_may_be_activations_that_a_rule_makes_out_of_poses() -> None:
+    model = small(routing=Present(), scores="activations")
+    out = model(images(), LABELS)
+    torch.testing.assert_close(out.scores, out.capsules.lengths, rtol=0, atol=0)
 
 
 @given(
@@ -611,6 +716,9 @@ def test_names_are_listed_by_pattern() -> None:
     [
         (lambda: create_model("capsnett"), "no model 'capsnett': did you mean capsnet"),
         (lambda: create_model("zzz"), "did you mean capsnet"),
+        (lambda: create_model(None), r"a model's name is a string, not None: list_models\(\) names them all"),
+        (lambda: create_model(["capsnet"]), r"a model's name is a string"),
+        (lambda: list_models(None), "filter must be a pattern such as 'caps\\*', .* not None"),
         (lambda: create_model("capsnet", pretrained=True), "no pretrained weights for 'capsnet': .*: none yet"),
     ],
 )
@@ -624,3 +732,31 @@ def test_capsules_can_be_changed_before_they_are_drawn() -> None:
     capsules = model.capsules(images())
     turned = Capsules(capsules.poses + 0.25)
     assert not torch.equal(model.reconstruct(turned, LABELS), model.reconstruct(capsules, LABELS))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The example, before it trains
+
+
+def digits(*arguments: str) -> subprocess.CompletedProcess[str]:
+    example = Path(__file__).parents[1] / "examples" / "digits.py"
+    return subprocess.run([sys.executable, str(example), *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_before_the_training(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below", Path("/proc")):
+        done = digits("--out", str(folder))
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"cannot write to {folder}: ")
+        assert done.stderr.count("\n") == 1
+        assert "training" not in done.stdout
+
+
+@pytest.mark.parametrize("epochs", ["0", "-1", "1.5"])
+def test_fewer_epochs_than_one_are_an_error_of_the_command_line(epochs: str, tmp_path: Path) -> None:
+    done = digits(f"--epochs={epochs}", "--out", str(tmp_path / "new"))
+    assert done.returncode == 2
+    assert f"argument --epochs: '{epochs}' is not a whole number of 1 or more" in done.stderr
+    assert not (tmp_path / "new").exists()

@@ -378,6 +378,12 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: conv(2, 3, 4, 6, 3, (1, 2, 3)), r"stride=\(1, 2, 3\) .* or 2, one per axis"),
     (lambda: conv(2, 3, 4, 6, 3, 1, -1), r"padding=-1 must be a whole number of at least 0"),
     (lambda: conv(0, 3, 4, 6, 3), r"in_types must be a whole number of 1 or more, not 0"),
+    (lambda: conv(True, 3, 4, 6, 3), r"in_types must be a whole number of 1 or more, not True"),
+    (lambda: conv(2, True, 4, 6, 3), r"out_types must be a whole number of 1 or more, not True"),
+    (lambda: conv(2, 3, 4, 6, 3, 1.5), r"stride=1.5 must be a whole number of at least 1"),
+    (lambda: conv(2, 3, 4, 6, 3, 1, False), r"padding=False must be a whole number of at least 0"),
+    (lambda: conv(spatial_dims=True), r"ConvCapsules: spatial_dims=True must be 1, 2 or 3"),
+    (lambda: conv(init="xavier"), r"ConvCapsules: init must be a standard deviation .* not 'xavier'"),
     (lambda: conv(2, 0, 4, 6, 3), r"out_types must be a whole number of 1 or more, not 0"),
 ]
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -372,6 +373,82 @@ def test_primary_capsules_take_their_channels_from_the_first_input_or_a_stored_l
         layer(torch.randn(2, 6, 6, 5))
 
 
+@pytest.mark.parametrize(
+    ("broken", "coordinates", "message"),
+    [
+        (a_map(spatial=(0, 5)), False, r"FullyConnectedCapsules .* one child or more, but poses \[2, 3, 0, .* none"),
+        (Capsules(torch.ones(2, 0, *IN)), False, r"FullyConnectedCapsules .* but poses \[2, 0, 2, 4\] hold none"),
+        (a_map().flatten(), True, "need a map"),
+    ],
+)
+def test_an_input_that_is_refused_leaves_a_layer_without_a_size_as_it_was(
+    broken: Capsules, coordinates: bool, message: str
+) -> None:
+    layer = FullyConnectedCapsules(None, 5, IN, OUT, routing=Dynamic(), coordinates=coordinates)
+    with pytest.raises(ValueError, match=message):
+        layer(broken)
+    assert layer.in_caps is None
+    assert layer(a_map()).poses.shape == (2, 5, *OUT)
+
+
+@pytest.mark.parametrize("stored", [(60, 4, 4, 6), (60, 5, 4, 7), (60, 5, 3, 6), (0, 5, 4, 6), (60, 5), ()])
+def test_a_stored_weight_that_does_not_fit_gives_no_size(stored: tuple[int, ...]) -> None:
+    layer = FullyConnectedCapsules(None, 5, IN, OUT, routing=Dynamic())
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight: .* this layer's is \[in_caps, 5, 4, 6\]"):
+        layer.load_state_dict({"weight": torch.ones(stored)})
+    assert layer.in_caps is None
+    assert layer(a_map(spatial=(2, 2))).poses.shape == (2, 5, *OUT)
+
+
+@pytest.mark.parametrize("how", ["first input", "stored"])
+def test_layers_that_get_their_size_in_inference_mode_can_still_be_trained(how: str) -> None:
+    rule = Dynamic(learn_prior=True)
+
+    def network() -> nn.Sequential:
+        return nn.Sequential(PrimaryCapsules(None, 3, IN), FullyConnectedCapsules(None, 5, IN, OUT, routing=rule))
+
+    net, x = network(), torch.randn(2, 7, 4, 5)
+    other = network()
+    other(x)
+    with torch.inference_mode():
+        if how == "stored":
+            net.load_state_dict(other.state_dict())
+        net(x)
+    assert not any(parameter.is_inference() for parameter in net.parameters())
+    net(x).poses.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_primary_capsules_filled_from_a_stored_layer_know_its_channels() -> None:
+    stored, layer = PrimaryCapsules(7, 3, 4), PrimaryCapsules(None, 3, 4)
+    layer.load_state_dict(stored.state_dict())
+    with pytest.raises(ValueError, match=r"\[N, 7, \*spatial\]"):
+        layer(torch.randn(2, 6, 6, 5))
+
+
+@pytest.mark.parametrize("stored", [(11, 7, 3, 3), (12, 7, 3, 2), (12, 0, 3, 3), (12, 7, 3)])
+def test_a_stored_convolution_that_does_not_fit_gives_no_channels(stored: tuple[int, ...]) -> None:
+    layer = PrimaryCapsules(None, 3, 4, kernel_size=3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for conv.weight: .* \[12, in_channels, 3, 3\]"):
+        layer.load_state_dict({"conv.weight": torch.ones(stored), "conv.bias": torch.ones(stored[0])})
+    assert layer(torch.ones(2, 5, 4, 4)).poses.shape == (2, 3, 2, 2, 1, 4)
+
+
+def test_sizes_may_be_whole_numbers_of_numpy() -> None:
+    three, one, two = np.int64(3), np.int32(1), np.uint8(2)
+    layer = PrimaryCapsules(three, three, (one, three), three, (one, two), one, spatial_dims=two)
+    assert type(layer.types) is int
+    assert layer.conv.kernel_size == (3, 3)
+    above = ConvCapsules(three, two, three, three, (two, three), routing=Dynamic())
+    assert above.kernel_size == (2, 3)
+    top = SharedCapsules(two, three, three, in_types=two, typical_caps=three, routing=Dynamic())
+    last = FullyConnectedCapsules(two, three, three, three, routing=Dynamic())
+    for each in (above, top, last):
+        assert type(each.out_caps) is int
+    parents = last(top(above(layer(torch.randn(2, 3, 6, 9)))))
+    assert ClassIndependentDecoder(three, (one, two), [two])(parents.poses, torch.ones(2, 3)).shape == (2, 1, 2)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Primary capsules
 
@@ -648,7 +725,38 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: MaskedDecoder(3, 4, (1, 6, 6))(torch.ones(2, 3, 1, 4), KEEP[:1]), r"keep \[1, 3\] .* need \[2, 3\]"),
     (lambda: ClassIndependentDecoder(4, (1, 6))(torch.ones(2, 3, 1, 5), KEEP), r"\[N, J, 1, 4\], not \[2, 3, 1, 5\]"),
     (lambda: ConvDecoder(3, 4, (6, 6)), r"ConvDecoder makes images \(C, height, width\).*\(6, 6\)"),
-    (lambda: MaskedDecoder(3, 4, (1, 0, 6)), r"MaskedDecoder: every size must be a whole number of 1 or more, not 0"),
+    (
+        lambda: MaskedDecoder(3, 4, (1, 0, 6)),
+        r"MaskedDecoder: every size of out_shape must be a whole number of 1 or more, not 0",
+    ),
+    (lambda: fc(init=-1), r"init must be a standard deviation of 0 or more, a callable .*, not -1"),
+    (lambda: fc(init=math.nan), r"init must be .* not nan"),
+    (lambda: fc(init=math.inf), r"init must be .* not inf"),
+    (lambda: fc(init=True), r"init must be .* not True"),
+    (lambda: fc(init="xavier"), r"init must be .*xavier_normal_.* not 'xavier'"),
+    (lambda: SharedCapsules(5, 8, 8, routing=Dynamic(), init="xavier"), r"SharedCapsules: init must be"),
+    (lambda: FullyConnectedCapsules(True, 5, 8, 8, routing=Dynamic()), r"in_caps must be a whole number .* not True"),
+    (lambda: FullyConnectedCapsules(4, True, 8, 8, routing=Dynamic()), r"parents must be a whole number .* not True"),
+    (lambda: FullyConnectedCapsules(4, 5, True, 8, routing=Dynamic()), r"a pose is a positive int .* not True"),
+    (lambda: FullyConnectedCapsules(4, 5, None, 8, routing=Dynamic()), r"a pose is a positive int .* not None"),
+    (lambda: FullyConnectedCapsules(4.0, 5, 8, 8, routing=Dynamic()), r"in_caps must be a whole number .* not 4.0"),
+    (lambda: SharedCapsules(5, 8, 8, routing=Dynamic(), in_types=True), r"in_types must be .* not True"),
+    (lambda: PrimaryCapsules(True, 2, 8), r"in_channels must be a whole number of 1 or more, not True"),
+    (lambda: PrimaryCapsules(3, 2, 8, kernel_size=True), r"kernel_size=True must be a whole number"),
+    (lambda: PrimaryCapsules(3, 2, 8, kernel_size=2.5), r"kernel_size=2.5 must be a whole number"),
+    (lambda: PrimaryCapsules(3, 2, 8, kernel_size=None), r"kernel_size=None must be a whole number"),
+    (lambda: PrimaryCapsules(3, 2, 8, spatial_dims=True), r"spatial_dims=True must be 1, 2 or 3"),
+    (lambda: PrimaryCapsules(3, 2, 8, squash=None), r'PrimaryCapsules: squash must be .* squash="identity"'),
+    (lambda: PrimaryCapsules(3, 2, 8, squash="relu"), r"unknown squash 'relu'"),
+    (lambda: PrimaryCapsules(None, 2, 8)(torch.ones(2, 0, 9, 9)), r"PrimaryCapsules .* not \[2, 0, 9, 9\]"),
+    (lambda: PrimaryCapsules(3, 2, 8)([1.0]), r"PrimaryCapsules takes a tensor, not list: .*as_tensor"),
+    (lambda: MaskedDecoder(5, 4, ()), r"MaskedDecoder: out_shape must be \(C, \*spatial\).* not \(\)"),
+    (lambda: MaskedDecoder(5, 4, 28), r"MaskedDecoder: out_shape must be a tuple of whole numbers, not 28"),
+    (lambda: MaskedDecoder(5, 4, (1, 6), 512), r"MaskedDecoder: hidden must be a tuple of whole numbers, not 512"),
+    (lambda: MaskedDecoder(True, 4, (1, 6)), r"MaskedDecoder: num_classes must be a whole number .* not True"),
+    (lambda: ClassIndependentDecoder(4, ()), r"ClassIndependentDecoder: out_shape must be"),
+    (lambda: ConvDecoder(5, 4, ()), r"ConvDecoder: out_shape must be"),
+    (lambda: ConvDecoder(5, 4, (1, 6, 6), ()), r"ConvDecoder makes images .* one or more doublings"),
 ]
 
 

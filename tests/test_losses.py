@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import oracles
 import pytest
 import torch
@@ -176,6 +177,25 @@ def test_spread_loss_is_zero_once_the_right_class_leads_by_the_margin() -> None:
     torch.testing.assert_close(loss, torch.tensor([0.0, 0.01]))
 
 
+@pytest.mark.parametrize("margin", [torch.tensor([0.4]), torch.tensor([[[0.4]]]), np.float32(0.4), np.float64(0.4)])
+def test_a_margin_of_one_number_may_have_any_form(margin: Any) -> None:
+    loss = spread_loss(SCORES.float(), LABELS, margin=margin, reduction="none")
+    torch.testing.assert_close(loss, spread_loss(SCORES.float(), LABELS, margin=0.4, reduction="none"))
+
+
+@pytest.mark.parametrize("margin", [torch.full((3,), 0.4), torch.ones(0), torch.ones(5, 1), [0.4], np.ones(3), "0.4"])
+def test_a_margin_of_several_numbers_is_one_clear_error(margin: Any) -> None:
+    for call in (lambda: spread_loss(SCORES, LABELS, margin=margin), lambda: SpreadLoss(margin)):
+        with pytest.raises(ValueError, match="margin must be a number or a tensor of one number, not"):
+            call()
+
+
+def test_a_single_class_that_is_nan_makes_the_spread_loss_nan() -> None:
+    scores = torch.tensor([[0.5], [torch.nan], [torch.inf]])
+    loss = spread_loss(scores, torch.zeros(3, dtype=torch.long), reduction="none")
+    assert loss.isnan().tolist() == [False, True, False]
+
+
 def test_with_a_single_class_there_is_nothing_to_spread() -> None:
     activations = torch.rand(3, 1, requires_grad=True)
     loss = spread_loss(activations, torch.zeros(3, dtype=torch.long))
@@ -297,6 +317,26 @@ def test_labels_are_not_looked_at_where_that_would_wait_for_a_device(loss: Calla
     assert loss(SCORES.to("meta"), LABELS.to("meta")).device.type == "meta"
 
 
+PER_SAMPLE: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+    "margin": (margin_loss, LABELS),
+    "margin of presence": (margin_loss, nn.functional.one_hot(LABELS, 3)),
+    "spread": (spread_loss, LABELS),
+    "reconstruction": (reconstruction_loss, SCORES.flip(1)),
+}
+
+
+@pytest.mark.parametrize(("loss", "target"), PER_SAMPLE.values(), ids=PER_SAMPLE)
+def test_per_sample_gradients_are_those_of_each_example_alone(loss: Callable[..., Tensor], target: Tensor) -> None:
+    def of_one(scores: Tensor, target: Tensor) -> Tensor:
+        return loss(scores[None], target[None])
+
+    together = torch.func.vmap(torch.func.grad(of_one))(SCORES, target)
+    for got, scores, right in zip(together, SCORES, target, strict=True):
+        alone = scores.clone().requires_grad_()
+        of_one(alone, right).backward()
+        torch.testing.assert_close(got, alone.grad, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("loss", [margin_loss, spread_loss], ids=["margin", "spread"])
 def test_a_batch_of_none_has_no_losses(loss: Callable[..., Tensor]) -> None:
     nothing = SCORES[:0], LABELS[:0]
@@ -339,6 +379,23 @@ def test_a_target_that_does_not_fit_is_one_clear_error(
 def test_presence_that_does_not_fit_is_one_clear_error(target: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         margin_loss(torch.rand(2, 3), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("loss", [margin_loss, spread_loss], ids=["margin", "spread"])
+def test_unsigned_labels_of_any_size_are_labels(loss: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    torch.testing.assert_close(loss(SCORES, LABELS.to(dtype)), loss(SCORES, LABELS), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="target holds 3 to 3"):
+        loss(SCORES, torch.full((5,), 3).to(dtype))
+
+
+@pytest.mark.parametrize("loss", [margin_loss, spread_loss, reconstruction_loss])
+@pytest.mark.parametrize("turn", [Tensor.tolist, Tensor.numpy], ids=["list", "numpy"])
+def test_what_is_no_tensor_is_told_how_to_become_one(loss: Callable[..., Tensor], turn: Callable[..., Any]) -> None:
+    second = SCORES if loss is reconstruction_loss else LABELS
+    for arguments in ((turn(SCORES), second), (SCORES, turn(second))):
+        with pytest.raises(ValueError, match=r"must be a tensor, not (list|ndarray): give torch\.as_tensor\("):
+            loss(*arguments)
 
 
 def test_the_spread_loss_points_several_labels_to_the_margin_loss() -> None:

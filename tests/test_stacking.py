@@ -5,9 +5,9 @@ below 1. After each layer the mean length lies within 0.01 .. 0.99, and the grad
 within three decades of the last one's. EM answers for its activations in place of lengths. Attention's poses leave a
 LayerNorm, with length sqrt(R Q).
 
-One bound is left out: convolutions and very wide layers, whose parents have many more children than rivals, bring poses
-of length sqrt(P) to a length of 0.992 to 1 in the first layer, where Sabour's squash is flat. In the scans made, weights
-small enough against that let squashed poses die in a deep stack, and capsules as `PrimaryCapsules` gives them are squashed.
+One bound is left out: convolutions and very wide layers, whose parents have many more children than rivals, bring
+poses of length sqrt(P) to 0.992 to 1 in the first layer, where Sabour's squash is flat. In the scans made, weights
+small enough against that let squashed poses die in a deep stack; `PrimaryCapsules` gives squashed ones.
 """
 
 from collections.abc import Callable

@@ -20,15 +20,18 @@ Sabour, Frosst, Hinton 2017, section 4.1, the reconstruction loss of an image x 
     L = 784 mean (r - x)^2                                      for 28x28 numbers the sum of squared errors
 
 All take low precision, calculate in float32 and return that; a score that is NaN makes the loss NaN. Labels outside
-their range are a ValueError on the CPU alone: to look at them elsewhere would wait for the device.
+their range are a ValueError on the CPU alone, and not under transforms of `torch.func` (`torchcaps.types.readable`).
 """
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from torchcaps.types import value_range
 
 __all__ = [
     "MarginLoss", "ReconstructionLoss", "SpreadLoss",
@@ -163,15 +166,27 @@ def spread_loss(
     tensor(0.0100)
     """
     _check("reduction", reduction, ("mean", "sum", "none"))
-    if target.dim() != 1:
+    if isinstance(target, Tensor) and target.dim() != 1:
         raise ValueError(
             f"the spread loss compares one right class to all others: target must be class indices [N], "
             f"not {list(target.shape)}; for several classes at once use margin_loss"
         )
     _check_target(activations, target)
     a, t = _wide(activations), target.long()[:, None]
-    too_close = (margin - (a.gather(1, t) - a)).relu().square()
-    return _reduce(too_close.scatter(1, t, 0.0).sum(1), reduction)
+    right = a.gather(1, t)
+    too_close = (_one_number(margin) - (right - a)).relu().square()
+    own = torch.zeros_like(right).masked_fill(right.isnan(), torch.nan)
+    return _reduce(too_close.scatter(1, t, own).sum(1), reduction)
+
+
+def _one_number(margin: object) -> float | Tensor:
+    if isinstance(margin, Tensor):
+        if margin.numel() != 1:
+            raise ValueError(f"margin must be a number or a tensor of one number, not {list(margin.shape)}")
+        return margin.reshape(())
+    if not isinstance(margin, numbers.Real):
+        raise ValueError(f"margin must be a number or a tensor of one number, not {margin!r}")
+    return float(margin)
 
 
 def linear_margin(step: Tensor | float, steps: float, start: float = 0.2, end: float = 0.9) -> Tensor:
@@ -216,6 +231,8 @@ class SpreadLoss(nn.Module):
     ) -> None:
         super().__init__()
         _check("reduction", reduction, ("mean", "sum", "none"))
+        if not callable(margin):
+            _one_number(margin)
         self.margin = margin
         self.reduction: Reduction = reduction
         self.register_buffer("steps_taken", torch.zeros((), dtype=torch.long))
@@ -266,6 +283,10 @@ def reconstruction_loss(reconstruction: Tensor, image: Tensor, *, reduction: Red
     tensor(196.)
     """
     _check("reduction", reduction, ("mean", "sum", "none"))
+    _check_tensor(
+        "reconstruction", reconstruction, "" if reconstruction is not None else ": build the model with decoder=True"
+    )
+    _check_tensor("image", image)
     if reconstruction.shape != image.shape or image.dim() < 2 or 0 in image.shape[1:]:
         raise ValueError(
             f"reconstruction {list(reconstruction.shape)} and image {list(image.shape)} must have one shape, "
@@ -319,11 +340,14 @@ def _presence(scores: Tensor, target: Tensor) -> Tensor:
 
 def _check_tensor(name: str, value: object, hint: str = "") -> None:
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a tensor, not {type(value).__name__}{hint}")
+        way_out = hint or f": give torch.as_tensor({name})"
+        raise ValueError(f"{name} must be a tensor, not {type(value).__name__}{way_out}")
 
 
 def _check_target(scores: Tensor, target: Tensor) -> None:
-    _check_tensor("scores", scores, ": of capsules give .lengths, or .activations where the rule has them")
+    capsules = hasattr(scores, "lengths")
+    hint = ": of capsules give .lengths, or .activations where the rule has them" if capsules else ""
+    _check_tensor("scores", scores, hint)
     _check_tensor("target", target)
     if scores.dim() != 2 or scores.shape[1] == 0 or not scores.is_floating_point():
         raise ValueError(f"scores must be floating point [N, classes], not {list(scores.shape)} of {scores.dtype}")
@@ -339,12 +363,10 @@ def _check_target(scores: Tensor, target: Tensor) -> None:
             f"target {list(target.shape)} of {target.dtype}: class indices must be whole numbers (torch.long); "
             f"presence, of any dtype, has the shape [{N}, {K}]"
         )
-    # elsewhere than on the CPU a look at the values would wait for the device, and a graph cannot look at all
-    if target.device.type == "cpu" and not torch.compiler.is_compiling() and target.numel() > 0:
-        low, high = target.min().item(), target.max().item()
-        if not (low >= 0 and high <= (K - 1 if indices else 1)):
-            allowed = f"0 to {K - 1}, for scores of {K} classes" if indices else "0 to 1, for presence"
-            raise ValueError(f"target holds {low} to {high}, but may hold {allowed}")
+    values = value_range(target)
+    if values is not None and not (values[0] >= 0 and values[1] <= (K - 1 if indices else 1)):
+        allowed = f"0 to {K - 1}, for scores of {K} classes" if indices else "0 to 1, for presence"
+        raise ValueError(f"target holds {values[0]} to {values[1]}, but may hold {allowed}")
 
 
 def _check_margin(power: float, over_classes: str, reduction: str) -> None:

@@ -22,6 +22,7 @@ and bfloat16 calculate in float32.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,11 +65,59 @@ def squash(
     dim = _check(s, dim, "squash")
     if kind == "identity":
         return s
-    x = s.to(torch.promote_types(s.dtype, torch.float32))
-    if kind == "normalize" and not eps > 0:
-        x = x / _largest(x, dim)  # a length near 1 to divide by, whose gradient cannot overflow
-    r = (x.square().sum(dim, keepdim=True) + eps).sqrt() if eps > 0 else safe_norm(x, dim, keepdim=True)
-    return (x * _gain(r, kind, a)).to(s.dtype)
+    return _Squash.apply(s, kind, dim, a, eps)
+
+
+class _Squash(torch.autograd.Function):
+    """v = g(r) s with g = f(r)/r, and its gradient g dv + (f'(r) - g) e <e, dv> with e = s / r.
+
+    Only s is saved. The backward is made of differentiable operations, so that derivatives of any order are right.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(s: Tensor, kind: str, dim: tuple[int, ...], a: float, eps: float) -> Tensor:
+        x = _wide(s)
+        if kind == "normalize":
+            return _direction(x, dim, eps)[1].to(s.dtype)
+        return (x * _gains(_length(x, dim, eps), kind, a)[0]).to(s.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str, tuple[int, ...], float, float], output: Tensor) -> None:
+        s, *ctx.settings = inputs
+        ctx.save_for_backward(s)
+
+    @staticmethod
+    def backward(ctx: Any, dv: Tensor) -> tuple[Tensor | None, ...]:
+        (s,) = ctx.saved_tensors
+        return _backward(s, dv, *ctx.settings), None, None, None, None
+
+
+def squash_backward(s: Tensor, dv: Tensor, kind: Squash) -> Tensor:
+    """The gradient of `s` where `dv` is that of `squash(s, kind)`: a formula, or autograd for a callable."""
+    known = resolve(kind)
+    if known is None:
+        with torch.enable_grad():
+            x = s.detach().requires_grad_()
+            return torch.autograd.grad(squash(x, kind), x, dv)[0]
+    name, a, eps = known
+    return dv if name == "identity" else _backward(s, dv, name, (-2, -1), a, eps)
+
+
+def resolve(kind: Squash) -> tuple[str, float, float] | None:
+    """(kind, a, eps) of a squash of the family; None for a callable of the caller's own."""
+    if isinstance(kind, str):
+        return kind, 1.0, 0.0
+    return ("sabour", kind.a, kind.eps) if isinstance(kind, Sabour) else None
+
+
+def _backward(s: Tensor, dv: Tensor, kind: str, dim: tuple[int, ...], a: float, eps: float) -> Tensor:
+    """g dv + (f'(r) - g) e <e, dv>, with g = f(r) / r and e = s / r."""
+    r, e = _direction(_wide(s), dim, eps)
+    across, along = _gains(r, kind, a)
+    dv = _wide(dv)
+    return (across * dv + (along - across) * (e * dv).sum(dim, keepdim=True) * e).to(s.dtype)
 
 
 @dataclass(frozen=True)
@@ -101,11 +150,12 @@ def unsquash(v: Tensor, dim: int | Sequence[int] = (-2, -1)) -> Tensor:
     tensor([3., 4.])
     """
     dim = _check(v, dim, "unsquash")
-    x = v.to(torch.promote_types(v.dtype, torch.float32))
-    n = safe_norm(x, dim, keepdim=True)
-    zero = n == 0
-    n = n.masked_fill(zero, 0.5).clamp(max=1 - (1e-12 if x.dtype == torch.float64 else 1e-6))
-    return (x * (n * (1 - n)).rsqrt().masked_fill(zero, 0.0)).to(v.dtype)
+    x = _wide(v)
+    n, e = _direction(x, dim, 0.0)
+    # sqrt(n / (1 - n)) along the direction; the slope of the root is infinite at 0, and overflows just above it
+    gone = n < 1e7 * torch.finfo(x.dtype).tiny
+    n = n.masked_fill(gone, 0.5).clamp(max=1 - (1e-12 if x.dtype == torch.float64 else 1e-6))
+    return (e * (n / (1 - n)).sqrt().masked_fill(gone, 0.0)).to(v.dtype)
 
 
 def safe_norm(s: Tensor, dim: int | Sequence[int] = (-2, -1), keepdim: bool = False) -> Tensor:
@@ -115,12 +165,33 @@ def safe_norm(s: Tensor, dim: int | Sequence[int] = (-2, -1), keepdim: bool = Fa
     tensor(5.0000e-30)
     """
     dim = _check(s, dim, "safe_norm")
-    x = s.to(torch.promote_types(s.dtype, torch.float32))
+    x = _wide(s)
     m = _largest(x, dim)  # ||s|| = m ||s / m|| for every m, so m may be a constant to the gradient
     q = (x / m).square().sum(dim, keepdim=True)
     zero = q == 0
     r = (q.masked_fill(zero, 1.0).sqrt() * m).masked_fill(zero, 0.0).to(s.dtype)
     return r if keepdim else r.squeeze(dim)
+
+
+def _wide(s: Tensor) -> Tensor:
+    return s.to(torch.promote_types(s.dtype, torch.float32))
+
+
+def _length(x: Tensor, dim: tuple[int, ...], eps: float) -> Tensor:
+    """r, the length over `dim`, or sqrt(length^2 + eps)."""
+    r = safe_norm(x, dim, keepdim=True)
+    return torch.hypot(r, torch.full_like(r, eps**0.5)) if eps > 0 else r
+
+
+def _direction(x: Tensor, dim: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
+    """(r, x / r), 0 where r is 0; without eps both factors of x / m are near 1, whatever the scale of x."""
+    if eps > 0:
+        r = _length(x, dim, eps)
+        return r, x / r
+    m = _largest(x, dim)
+    y = x / m
+    n = safe_norm(y, dim, keepdim=True)
+    return n * m.masked_fill(n == 0, 0.0), y / n.masked_fill(n == 0, 1.0)
 
 
 def _largest(x: Tensor, dim: tuple[int, ...]) -> Tensor:
@@ -129,25 +200,30 @@ def _largest(x: Tensor, dim: tuple[int, ...]) -> Tensor:
     return m.masked_fill(m == 0, 1.0)
 
 
-def _gain(r: Tensor, kind: str, a: float) -> Tensor:
-    """f(r) / r, without a singularity at 0 in value or gradient."""
+def _gains(r: Tensor, kind: str, a: float) -> tuple[Tensor, Tensor]:
+    """(f(r) / r, f'(r)): how a squash scales what lies across and what lies along s; without a singularity at 0."""
     if kind == "sabour":
         # r / (a + r^2), as t / (1 + a t^2) with t = 1/r above 1, where r^2 could overflow
         large = r > 1
         t = r.masked_fill(~large, 1.0).reciprocal()
-        return torch.where(large, t / (1 + a * t.square()), r / (a + r.masked_fill(large, 1.0).square()))
+        low, high = (a + r.masked_fill(large, 1.0).square()).reciprocal(), (1 + a * t.square()).reciprocal()
+        across = torch.where(large, t * high, r * low)
+        return across, 2 * a * across * torch.where(large, t.square() * high, low)
     if kind == "rational":
-        return 1 / (1 + r)
+        across = 1 / (1 + r)
+        return across, across.square()
     if kind == "normalize":
-        zero = r == 0
-        return r.masked_fill(zero, 1.0).reciprocal().masked_fill(zero, 0.0)
+        # 1/r of a length near the smallest number would overflow in the products that follow: no slope below it
+        gone = r < 1e7 * torch.finfo(r.dtype).tiny
+        return r.masked_fill(gone, 1.0).reciprocal().masked_fill(gone, 0.0), torch.zeros_like(r)
     small = r < _SERIES_BELOW
     x, y = r.masked_fill(~small, 0.0), r.masked_fill(small, 1.0)
     if kind == "tanh":
         q = x.square()
-        return torch.where(small, 1 - q * (1 / 3 - q * (2 / 15 - q * (17 / 315))), y.tanh() / y)
+        series = 1 - q * (1 / 3 - q * (2 / 15 - q * (17 / 315)))
+        return torch.where(small, series, y.tanh() / y), 1 - r.tanh().square()
     series = 1 - x / 2 * (1 - x / 3 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7)))))
-    return torch.where(small, series, -torch.expm1(-y) / y)
+    return torch.where(small, series, -torch.expm1(-y) / y), (-r).exp()
 
 
 def _check(s: Tensor, dim: int | Sequence[int], who: str) -> tuple[int, ...]:

@@ -268,7 +268,7 @@ def _map(change: Callable[[Tensor], Tensor], state: Any) -> Any:
         return change(state) if state.is_floating_point() else state
     if isinstance(state, tuple):
         parts = [_map(change, part) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+        return tuple(parts) if type(state) is tuple else type(state)(*parts)
     return state
 
 

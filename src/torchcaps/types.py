@@ -9,8 +9,11 @@ A pose is a matrix, `R x P` below and `R x Q` above. A vector capsule is a pose 
 EM routing have R = P = Q = 4.
 """
 
+import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from torchcaps.squash import safe_norm
@@ -29,7 +32,7 @@ else:
                 return item[0]
 
 
-__all__ = ["CapsuleLayer", "Capsules", "Float", "Pose", "Routed", "pose_shape"]
+__all__ = ["CapsuleLayer", "Capsules", "Float", "Pose", "Routed", "pose_shape", "readable", "value_range", "whole"]
 
 Pose = int | tuple[int, int]
 
@@ -112,7 +115,47 @@ def pose_shape(pose: Pose) -> tuple[int, int]:
     >>> pose_shape(16), pose_shape((4, 4))
     ((1, 16), (4, 4))
     """
-    shape = (1, pose) if isinstance(pose, int) else tuple(pose)
-    if len(shape) != 2 or not all(isinstance(n, int) and n > 0 for n in shape):
-        raise ValueError(f"a pose is a positive int (a vector) or a pair of them (rows, columns), not {pose!r}")
-    return shape[0], shape[1]
+    numbers = (1, pose) if whole(pose) is not None else pose
+    shape = [whole(n) for n in numbers] if isinstance(numbers, Iterable) else []
+    match shape:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    raise ValueError(f"a pose is a positive int (a vector) or a pair of them (rows, columns), not {pose!r}")
+
+
+def whole(value: object) -> int | None:
+    """A whole number of any kind, numpy's too, as an int; None for what is none, True and False among it.
+
+    >>> whole(3), whole(3.0), whole(True)
+    (3, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether a check may look at the values.
+
+    Not on another device than the CPU, for that would wait for it; not in a graph that is being compiled; and not under
+    a transform of `torch.func`, where a value may stand for many.
+    """
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def value_range(tensor: Tensor) -> tuple[float, float] | None:
+    """The smallest and the largest value of any real dtype, or None where there is none or it may not be looked at.
+
+    >>> value_range(torch.tensor([2, 0, 1]))
+    (0, 2)
+    """
+    if tensor.numel() == 0 or not readable(tensor):
+        return None
+    wide = tensor.double() if tensor.is_floating_point() else tensor.long()  # torch has no minimum of every dtype
+    low, high = wide.aminmax()
+    return low.item(), high.item()

@@ -6,8 +6,10 @@ W is the number of weights that the layer keeps per parent. For the standard dev
 whose votes a parent sums, and J the number of parents that share a child.
 """
 
+import math
+import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from torchcaps.routing import Backend, Rule
-from torchcaps.types import Capsules, Pose, Routed, pose_shape
+from torchcaps.types import Capsules, Pose, Routed, pose_shape, whole
 
-__all__ = ["Init", "RoutedLayer", "check_window", "per_axis", "positive"]
+__all__ = ["Init", "RoutedLayer", "check_window", "per_axis", "positive", "positive_all"]
 
 Init = float | Callable[[Tensor], object] | None
-"""None: the rule's own standard deviation; a number: that one; a callable: fills the weight it is given, in place."""
+"""None: the rule's own standard deviation; a number, 0 or more: that one; a callable: fills the weight, in place."""
 
 
 class RoutedLayer(nn.Module, ABC):
@@ -55,13 +57,17 @@ class RoutedLayer(nn.Module, ABC):
         if not isinstance(routing, Rule):
             raise ValueError(f"{self.name}: routing must be a rule such as Dynamic.sabour(), not {routing!r}")
         self.routing = routing
+        if not (init is None or callable(init) or (_real(init) and 0 <= init < math.inf)):
+            raise ValueError(
+                f"{self.name}: init must be a standard deviation of 0 or more, a callable that fills the weight such "
+                f"as torch.nn.init.xavier_normal_, or None for the rule's own, not {init!r}"
+            )
         self.init = init
         self._children, self._rivals = children, rivals
         self.learned = nn.ParameterDict()
         if weights is None:
             self.weight: nn.Parameter | UninitializedParameter = UninitializedParameter()
         else:
-            positive(self.name, "the number of weights per parent", weights)
             self.weight = nn.Parameter(torch.empty(weights, self.out_caps, self.in_pose[1], self.out_pose[1]))
             self._start()
 
@@ -140,8 +146,11 @@ class RoutedLayer(nn.Module, ABC):
 
 def per_axis(layer: str, name: str, value: int | Sequence[int], axes: int, least: int) -> tuple[int, ...]:
     """One number per spatial axis, from one for all or one each."""
-    values = (value,) * axes if isinstance(value, int) else tuple(value)
-    if len(values) != axes or not all(isinstance(n, int) and n >= least for n in values):
+    each: Sequence[object] = (value,) * axes
+    if whole(value) is None and isinstance(value, Iterable):
+        each = tuple(value)
+    values = tuple(n for n in map(whole, each) if n is not None and n >= least)
+    if not len(each) == len(values) == axes:
         raise ValueError(
             f"{layer}: {name}={value!r} must be a whole number of at least {least}, or {axes}, one per axis"
         )
@@ -150,9 +159,17 @@ def per_axis(layer: str, name: str, value: int | Sequence[int], axes: int, least
 
 def positive(layer: str, name: str, value: int) -> int:
     """The number, if one can count with it."""
-    if not isinstance(value, int) or value < 1:
+    number = whole(value)
+    if number is None or number < 1:
         raise ValueError(f"{layer}: {name} must be a whole number of 1 or more, not {value!r}")
-    return value
+    return number
+
+
+def positive_all(layer: str, name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """`positive` for each of several numbers."""
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{layer}: {name} must be a tuple of whole numbers, not {values!r}")
+    return tuple(positive(layer, f"every size of {name}", value) for value in values)
 
 
 def check_window(layer: str, spatial: Sequence[int], kernel: Sequence[int], padding: Sequence[int]) -> None:
@@ -163,6 +180,10 @@ def check_window(layer: str, spatial: Sequence[int], kernel: Sequence[int], padd
             f"{layer}: a kernel of {_by(kernel)} does not fit a map of {_by(spatial)} with padding {_by(padding)}: the "
             f"smallest map it takes is {_by(least)}; take a smaller kernel, more padding, or less stride before it"
         )
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _unwrap(layer: str, capsules: object) -> Capsules:

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from torchcaps.layers._layer import Init, RoutedLayer, check_window, per_axis, positive
 from torchcaps.routing import Backend, Rule
-from torchcaps.types import Capsules, Pose, Routed
+from torchcaps.types import Capsules, Pose, Routed, whole
 
 __all__ = ["ConvCapsules"]
 
@@ -67,14 +67,14 @@ class ConvCapsules(RoutedLayer):
         init: Init = None,
     ) -> None:
         name = type(self).__name__
-        if spatial_dims not in (1, 2, 3):
+        if whole(spatial_dims) not in (1, 2, 3):
             raise ValueError(f"{name}: spatial_dims={spatial_dims!r} must be 1, 2 or 3")
         if competition not in ("window", "all"):
             raise ValueError(f"{name}: competition={competition!r} must be 'window' or 'all'")
         kernel = per_axis(name, "kernel_size", kernel_size, spatial_dims, 1)
         steps = per_axis(name, "stride", stride, spatial_dims, 1)
-        weights = positive(name, "in_types", in_types) * math.prod(kernel)
-        rivals = positive(name, "out_types", out_types)
+        in_types, out_types = positive(name, "in_types", in_types), positive(name, "out_types", out_types)
+        weights, rivals = in_types * math.prod(kernel), out_types
         if competition == "all":  # as many parents share a child as there are in the windows that see it
             rivals *= math.prod(math.ceil(k / s) for k, s in zip(kernel, steps, strict=True))
         super().__init__(weights, out_types, in_pose, out_pose, routing=routing, init=init, rivals=rivals)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from torchcaps.layers._layer import positive
+from torchcaps.layers._layer import positive, positive_all
 from torchcaps.types import Pose, pose_shape
 
 __all__ = ["ClassIndependentDecoder", "ConvDecoder", "MaskedDecoder"]
@@ -39,8 +39,10 @@ class MaskedDecoder(nn.Module):
         self, num_classes: int, pose: Pose, out_shape: Sequence[int], hidden: Sequence[int] = (512, 1024)
     ) -> None:
         super().__init__()
-        self.num_classes, self.pose, self.out_shape = num_classes, pose_shape(pose), tuple(out_shape)
-        self.layers = _perceptron(num_classes * math.prod(self.pose), hidden, self.out_shape, type(self).__name__)
+        name = type(self).__name__
+        self.num_classes, self.pose = positive(name, "num_classes", num_classes), pose_shape(pose)
+        self.out_shape = _image_shape(name, out_shape)
+        self.layers = _perceptron(self.num_classes * math.prod(self.pose), hidden, self.out_shape, name)
 
     def forward(self, poses: Tensor, keep: Tensor) -> Tensor:
         """The image `[N, *out_shape]`. Raises ValueError where poses or keep do not fit."""
@@ -60,8 +62,9 @@ class ClassIndependentDecoder(nn.Module):
 
     def __init__(self, pose: Pose, out_shape: Sequence[int], hidden: Sequence[int] = (512, 1024)) -> None:
         super().__init__()
-        self.pose, self.out_shape = pose_shape(pose), tuple(out_shape)
-        self.layers = _perceptron(math.prod(self.pose), hidden, self.out_shape, type(self).__name__)
+        name = type(self).__name__
+        self.pose, self.out_shape = pose_shape(pose), _image_shape(name, out_shape)
+        self.layers = _perceptron(math.prod(self.pose), hidden, self.out_shape, name)
 
     def forward(self, poses: Tensor, keep: Tensor) -> Tensor:
         """The image `[N, *out_shape]`. Raises ValueError where poses or keep do not fit."""
@@ -86,18 +89,17 @@ class ConvDecoder(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if len(out_shape) != 3 or not channels:
+        self.num_classes, self.pose = positive(name, "num_classes", num_classes), pose_shape(pose)
+        self.out_shape, channels = _image_shape(name, out_shape), positive_all(name, "channels", channels)
+        if len(self.out_shape) != 3 or not channels:
             raise ValueError(
                 f"{name} makes images (C, height, width) in one or more doublings, not {out_shape!r}, {channels!r}"
             )
-        self.num_classes, self.pose, self.out_shape = num_classes, pose_shape(pose), tuple(out_shape)
-        for size in (num_classes, *self.out_shape, *channels):
-            positive(name, "every size", size)
         C, *image = self.out_shape
         # the sizes on the way, the smallest first
         self.sizes = [tuple(-(-n // 2**k) for n in image) for k in range(len(channels), -1, -1)]
         self.small = (channels[0], *self.sizes[0])
-        self.first = nn.Linear(num_classes * math.prod(self.pose), math.prod(self.small))
+        self.first = nn.Linear(self.num_classes * math.prod(self.pose), math.prod(self.small))
         widths = zip((channels[0], *channels[:-1]), channels, strict=True)
         self.convolutions = nn.ModuleList(nn.Conv2d(below, above, 3, padding=1) for below, above in widths)
         self.last = nn.Conv2d(channels[-1], C, 3, padding=1)
@@ -111,10 +113,15 @@ class ConvDecoder(nn.Module):
         return self.last(x).sigmoid()
 
 
+def _image_shape(name: str, out_shape: Sequence[int]) -> tuple[int, ...]:
+    shape = positive_all(name, "out_shape", out_shape)
+    if not shape:
+        raise ValueError(f"{name}: out_shape must be (C, *spatial), such as (1, 28, 28), not {out_shape!r}")
+    return shape
+
+
 def _perceptron(inputs: int, hidden: Sequence[int], out_shape: Sequence[int], name: str) -> nn.Sequential:
-    widths = [inputs, *hidden, math.prod(out_shape)]
-    for size in (*widths, *out_shape):
-        positive(name, "every size", size)
+    widths = [inputs, *positive_all(name, "hidden", hidden), math.prod(out_shape)]
     layers: list[nn.Module] = []
     for below, above in itertools.pairwise(widths):
         layers += [nn.Linear(below, above), nn.ReLU()]

@@ -3,10 +3,11 @@
 import math
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from torchcaps.layers._layer import Init, RoutedLayer
+from torchcaps.layers._layer import Init, RoutedLayer, positive
 from torchcaps.layers.coordinates import coordinate_offset
 from torchcaps.routing import Backend, Rule
 from torchcaps.types import Capsules, Pose, Routed
@@ -46,6 +47,8 @@ class FullyConnectedCapsules(RoutedLayer):
         init: Init = None,
         coordinates: bool = False,
     ) -> None:
+        if in_caps is not None:
+            in_caps = positive(type(self).__name__, "in_caps", in_caps)
         super().__init__(in_caps, out_caps, in_pose, out_pose, routing=routing, init=init)
         self.in_caps = in_caps
         self.coordinates = coordinates
@@ -63,6 +66,12 @@ class FullyConnectedCapsules(RoutedLayer):
         self._check(capsules, mask)
         types, spatial = capsules.poses.shape[1], capsules.spatial
         children = types * math.prod(spatial)
+        if children == 0:
+            raise ValueError(f"{self.name} routes one child or more, but poses {list(capsules.poses.shape)} hold none")
+        poses, activations = capsules.flatten()
+        offset = None
+        if self.coordinates:
+            offset = coordinate_offset(types, spatial, self.out_pose, device=poses.device, dtype=poses.dtype)
         if self.in_caps is None:
             self._materialize(children)
         if children != self.in_caps:
@@ -71,10 +80,6 @@ class FullyConnectedCapsules(RoutedLayer):
                 f"{' x '.join(map(str, (types, *spatial)))} = {children}: build it with in_caps={children} (or None, "
                 "to take it from the first input), or take SharedCapsules, which hears any number"
             )
-        poses, activations = capsules.flatten()
-        offset = None
-        if self.coordinates:
-            offset = coordinate_offset(types, spatial, self.out_pose, device=poses.device, dtype=poses.dtype)
         return self.routing(
             poses,
             self.weight,
@@ -90,6 +95,7 @@ class FullyConnectedCapsules(RoutedLayer):
     def extra_repr(self) -> str:
         return f"in_caps={self.in_caps}, {super().extra_repr()}"
 
+    @torch.inference_mode(False)  # parameters made in inference mode could never be trained
     def _materialize(self, children: int) -> None:
         dtype = self.weight.dtype
         if not isinstance(self.weight, UninitializedParameter):  # after .to("meta") it is a parameter of no numbers
@@ -101,11 +107,21 @@ class FullyConnectedCapsules(RoutedLayer):
 
     # What torch's own lazy modules do: a stored layer gives a new one its size, and one without numbers can be stored.
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
         stored = state_dict.get(f"{prefix}weight")
         if self.in_caps is None and isinstance(stored, Tensor) and not is_lazy(stored):
+            sizes = [self.out_caps, self.in_pose[1], self.out_pose[1]]
+            if stored.dim() != 4 or stored.shape[0] == 0 or list(stored.shape[1:]) != sizes:
+                errors.append(
+                    f"size mismatch for {prefix}weight: the stored one is {list(stored.shape)}, but this layer's is "
+                    f"[in_caps, {', '.join(map(str, sizes))}]: build it with the out_caps and poses of the stored one"
+                )
+                return
             self._materialize(stored.shape[0])
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.in_caps is None:

@@ -9,13 +9,17 @@ Tsai et al. 2020: poses through a LayerNorm that all share, no squash, no bias.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from torchcaps.layers._layer import check_window, per_axis, positive
 from torchcaps.squash import Squash, check_squash
 from torchcaps.squash import squash as apply_squash
-from torchcaps.types import Capsules, Pose, pose_shape
+from torchcaps.types import Capsules, Pose, pose_shape, whole
 
 __all__ = ["PrimaryCapsules"]
 
@@ -66,9 +70,11 @@ class PrimaryCapsules(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if spatial_dims not in _CONVOLUTIONS:
+        if whole(spatial_dims) not in _CONVOLUTIONS:
             raise ValueError(f"{name}: spatial_dims={spatial_dims!r} must be 1, 2 or 3")
         self.types, self.pose = positive(name, "types", types), pose_shape(pose)
+        if squash is None:
+            raise ValueError(f'{name}: squash must be a kind or a callable, not None: squash="identity" is no squash')
         check_squash("squash", squash)
         self.squash, self.activations = squash, activations
         R, P = self.pose
@@ -89,6 +95,7 @@ class PrimaryCapsules(nn.Module):
         """`x` `[N, in_channels, *spatial]` to a map of capsules, with activations `[N, C, *out]` where asked for."""
         self._check(x)
         R, P = self.pose
+        self._materialize(x.shape[1])
         channels = self.conv(x)
         poses = channels[:, : self.types * R * P].unflatten(1, (self.types, R, P)).movedim((2, 3), (-2, -1))
         if self.norm is not None:
@@ -99,10 +106,37 @@ class PrimaryCapsules(nn.Module):
     def extra_repr(self) -> str:
         return f"types={self.types}, pose={self.pose}, squash={self.squash!r}, activations={self.activations}"
 
+    def _materialize(self, channels: int) -> None:
+        """Give a convolution without a size this one, as torch would at its first input."""
+        if isinstance(self.conv, LazyModuleMixin) and self.conv.has_uninitialized_params():
+            with torch.inference_mode(False):  # parameters made in inference mode could never be trained
+                self.conv.initialize_parameters(torch.empty(1, channels, *self.conv.kernel_size, device="meta"))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        # a stored layer gives a new one its size if it fits: torch's convolution would take any
+        name = f"{prefix}conv.weight"
+        stored, sizes = state_dict.get(name), (self.conv.out_channels, *self.conv.kernel_size)
+        if is_lazy(self.conv.weight) and isinstance(stored, Tensor) and not is_lazy(stored):
+            if stored.dim() == len(sizes) + 1 and stored.shape[1] and (stored.shape[0], *stored.shape[2:]) == sizes:
+                self._materialize(stored.shape[1])
+            else:
+                errors.append(
+                    f"size mismatch for {name}: the stored one is {list(stored.shape)}, but this layer's is "
+                    f"[{sizes[0]}, in_channels, {', '.join(map(str, sizes[1:]))}]: build it as the stored one was"
+                )
+                for key in (name, f"{prefix}conv.bias"):
+                    state_dict.pop(key, None)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
     def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"PrimaryCapsules takes a tensor, not {type(x).__name__}: give torch.as_tensor(x)")
         kernel = self.conv.kernel_size
         channels = self.conv.in_channels  # 0 before the first input where it was not given
-        if x.dim() != len(kernel) + 2 or x.shape[1] != (channels or x.shape[1]):
+        if x.dim() != len(kernel) + 2 or x.shape[1] != (channels or x.shape[1]) or x.shape[1] == 0:
             raise ValueError(
                 f"PrimaryCapsules takes maps [N, {channels or 'channels'}, *spatial] with {len(kernel)} spatial sizes, "
                 f"not {list(x.shape)}: build it with the in_channels and spatial_dims of its input"

@@ -55,13 +55,16 @@ class SharedCapsules(RoutedLayer):
         coordinates: bool = False,
         typical_caps: int = 64,
     ) -> None:
-        positive(type(self).__name__, "typical_caps", typical_caps)
+        name = type(self).__name__
+        typical_caps = positive(name, "typical_caps", typical_caps)
+        if in_types is not None:
+            in_types = positive(name, "in_types", in_types)
         weights = 1 if in_types is None else in_types
         super().__init__(weights, out_caps, in_pose, out_pose, routing=routing, init=init, children=typical_caps)
         self.in_types = in_types
         self.coordinates = coordinates
         self.typical_caps = typical_caps
-        one, two = (routing.learned(n, out_caps, *self.in_pose, self.out_pose[1]) for n in (1, 2))
+        one, two = (routing.learned(n, self.out_caps, *self.in_pose, self.out_pose[1]) for n in (1, 2))
         self._per_child = frozenset(name for name in one if one[name].shape != two[name].shape)
 
     def route(

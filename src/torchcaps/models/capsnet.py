@@ -15,7 +15,8 @@ Added to the paper, for images of other sizes:
 
     Per axis the stem's stride is the smallest that leaves at most 32 positions: 1 up to 40 pixels, 2 at 64, 7 at 224.
     So there are never more than 32 x 12 x 12 = 4608 primary capsules with the paper's kernels. Where the stride would
-    pass the kernel's size (above 296 pixels) the kernel grows with it, so that every pixel is seen.
+    pass the kernel's size (above 296 pixels) the kernel grows with it, so that every pixel is seen. It is smaller where
+    the primary capsules' kernel would find no room otherwise.
 
 Any rule may take the place of dynamic routing. What a class says its presence by then changes, and with it the primary
 capsules (`scores`):
@@ -28,16 +29,17 @@ capsules (`scores`):
 The last is that of Tsai et al. 2020: behind a LayerNorm all lengths are nearly equal, and say nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchcaps.layers import FullyConnectedCapsules, MaskedDecoder, PrimaryCapsules
 from torchcaps.routing import Attention, Dynamic, Rule
-from torchcaps.types import Capsules, Pose, pose_shape
+from torchcaps.types import Capsules, Pose, pose_shape, value_range, whole
 
 __all__ = ["CapsNet", "Output", "Scores"]
 
@@ -45,6 +47,11 @@ Scores = Literal["lengths", "activations", "logits"]
 
 LARGEST_MAP = 32
 """Positions per axis that the stem leaves at most, where the stride is not given."""
+
+_NO_ACTIVATIONS = (
+    'no activations, but with scores="activations" they are the scores, and these class capsules have none: take a '
+    'rule that gives them, such as EM.hinton(), or scores="lengths"'
+)
 
 PAPER_ROUTING = Dynamic.sabour()
 
@@ -126,12 +133,22 @@ class CapsNet(nn.Module):
         class_pose: Pose = 16,
     ) -> None:
         super().__init__()
-        for name, number in (("in_chans", in_chans), ("num_classes", num_classes), ("stem_channels", stem_channels)):
-            _whole(name, number, 1)
+        in_chans, num_classes = _whole("in_chans", in_chans, 1), _whole("num_classes", num_classes, 1)
+        stem_channels = _whole("stem_channels", stem_channels, 1)
+        primary_types = _whole("primary_types", primary_types, 1)
         if not isinstance(routing, Rule):
             raise ValueError(f"CapsNet: routing must be a rule such as routing=Dynamic.sabour(), not {routing!r}")
         if scores not in (None, *_PRIMARY):
             raise ValueError(f"CapsNet: scores={scores!r}: take one of {', '.join(map(repr, _PRIMARY))}, or None")
+        if not isinstance(decoder, bool | nn.Module):
+            raise ValueError(
+                f"CapsNet: decoder must be True for the paper's, False for none, or a torch.nn.Module, not {decoder!r}"
+            )
+        if not isinstance(stem, nn.Module | None):
+            raise ValueError(
+                f"CapsNet: stem must be a torch.nn.Module, or None for the paper's convolution, not {stem!r}: a "
+                "function can be called in the forward of a module"
+            )
         self.in_chans, self.num_classes = in_chans, num_classes
         self.image_size = _pair("image_size", image_size, 1)
         self.scores: Scores = _scores_of(routing) if scores is None else scores
@@ -160,6 +177,8 @@ class CapsNet(nn.Module):
         self.class_caps = FullyConnectedCapsules(
             primary_types * places[0] * places[1], num_classes, primary_pose, class_pose, routing=routing
         )
+        if self.scores == "activations" and not _gives_activations(routing):
+            raise ValueError(f"CapsNet: {routing} gives {_NO_ACTIVATIONS}")
         R, Q = pose_shape(class_pose)
         self.readout = nn.Linear(R * Q, 1) if self.scores == "logits" else None
         if decoder is True:
@@ -235,14 +254,13 @@ class CapsNet(nn.Module):
         if self.scores == "lengths":
             return capsules.lengths
         if capsules.activations is None:
-            raise ValueError(
-                'CapsNet was built with scores="activations", but its class capsules have none: take a rule that gives '
-                'them, such as EM.hinton(), or scores="lengths"'
-            )
+            raise ValueError(f"CapsNet was given {_NO_ACTIVATIONS}")
         return capsules.activations
 
     def _check(self, x: Tensor) -> None:
         C, (H, W) = self.in_chans, self.image_size
+        if not isinstance(x, Tensor):
+            raise ValueError(f"CapsNet takes a tensor of images, not {type(x).__name__}: give torch.as_tensor(x)")
         if x.dim() != 4 or tuple(x.shape[1:]) != (C, H, W):
             hint = "; one image is a batch of one: x.unsqueeze(0)" if tuple(x.shape) == (C, H, W) else ""
             raise ValueError(
@@ -256,19 +274,21 @@ class CapsNet(nn.Module):
     def _presence(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Labels of either form as `[N, num_classes]`, 1 where a class is present."""
         N, K = scores.shape
-        whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
-        if tuple(labels.shape) == (N, K):
-            return labels.to(scores.dtype)
-        if tuple(labels.shape) != (N,) or not whole:
+        if not isinstance(labels, Tensor):
+            raise ValueError(f"labels must be a tensor, not {type(labels).__name__}: give torch.as_tensor(labels)")
+        presence = tuple(labels.shape) == (N, K)
+        indices = tuple(labels.shape) == (N,) and not (labels.is_floating_point() or labels.dtype == torch.bool)
+        if labels.is_complex() or not (presence or indices):
             raise ValueError(
                 f"labels {list(labels.shape)} of {labels.dtype} do not fit scores [{N}, {K}]: "
-                f"give class indices [{N}] of torch.long, or presence [{N}, {K}]"
+                f"give class indices [{N}] of torch.long, or presence [{N}, {K}] in 0..1"
             )
-        # elsewhere than on the CPU a look at the values would wait for the device, and a graph cannot look at all
-        if labels.device.type == "cpu" and not torch.compiler.is_compiling() and N > 0:
-            low, high = int(labels.min()), int(labels.max())
-            if low < 0 or high >= K:
-                raise ValueError(f"labels hold {low} to {high}, but the model has {K} classes: 0 to {K - 1}")
+        values = value_range(labels)
+        if values is not None and not (values[0] >= 0 and values[1] <= (1 if presence else K - 1)):
+            allowed = "presence is 0 to 1" if presence else f"the model has {K} classes: 0 to {K - 1}"
+            raise ValueError(f"labels hold {values[0]} to {values[1]}, but {allowed}")
+        if presence:
+            return labels.to(scores.dtype)
         return torch.zeros_like(scores).scatter(1, labels.long()[:, None], 1.0)
 
 
@@ -277,6 +297,16 @@ def _scores_of(routing: Rule) -> Scores:
     if routing.needs_activations:
         return "activations"
     return "logits" if isinstance(routing, Attention) else "lengths"
+
+
+def _gives_activations(routing: Rule) -> bool:
+    """Whether the parents of one call, on a device without numbers, have activations."""
+    if routing.needs_activations:
+        return True
+    with torch.device("meta"), torch.no_grad():
+        learned: dict[str, Any] = routing.learned(1, 1, 1, 1, 1)
+        parents = routing(torch.empty(1, 1, 1, 1), torch.empty(1, 1, 1, 1), torch.empty(1, 1), **learned)
+    return parents.activations is not None
 
 
 def _highest(scores: Tensor) -> Tensor:
@@ -295,14 +325,16 @@ def _first_convolution(
 ) -> tuple[nn.Conv2d, list[int]]:
     """The stem's convolution and the map it makes, after a look at whether both it and the primary capsules fit."""
     padded = [size + 2 * p for size, p in zip(image, padding, strict=True)]
-    room = [size - k for size, k in zip(padded, kernel, strict=True)]
     given = stride is not None
-    steps = stride if stride is not None else (max(0, room[0]) // LARGEST_MAP + 1, max(0, room[1]) // LARGEST_MAP + 1)
+    if stride is None:
+        steps, kernel = zip(*map(_stride_and_kernel, padded, kernel, primary_kernel), strict=True)
+    else:
+        steps = stride
+    room = [size - k for size, k in zip(padded, kernel, strict=True)]
     reached = _windows(padded, kernel, steps)
     if any(r < 0 or n < k for r, n, k in zip(room, reached, primary_kernel, strict=True)):
         least = [
-            max(1, (n - 1) * (s if given else 1) + k - 2 * p)
-            for n, s, k, p in zip(primary_kernel, steps, kernel, padding, strict=True)
+            max(1, (n - 1) * s + k - 2 * p) for n, s, k, p in zip(primary_kernel, steps, kernel, padding, strict=True)
         ]
         if min(room) < 0:
             where = f"the stem's kernel of {_by(kernel)} does not fit an image of {_by(image)}"
@@ -316,9 +348,16 @@ def _first_convolution(
             f"{_by(least)}; for smaller ones give a smaller kernel_size and primary_kernel_size (3 and 3 for 8 x 8 "
             "pixels), or stem_padding"
         )
-    # a stride above the kernel would pass over pixels
-    sizes = kernel if given else (max(kernel[0], steps[0]), max(kernel[1], steps[1]))
-    return nn.Conv2d(in_channels, channels, sizes, steps, padding), _windows(padded, sizes, steps)
+    return nn.Conv2d(in_channels, channels, kernel, steps, padding), reached
+
+
+def _stride_and_kernel(size: int, kernel: int, primary_kernel: int) -> tuple[int, int]:
+    """The stem's on one axis, from the padded size of the image: rarely more positions than `LARGEST_MAP`."""
+    stride = max(0, size - kernel) // LARGEST_MAP + 1
+    # a stride above the kernel would pass over pixels: the kernel grows, and may leave the primary capsules no room
+    while stride > 1 and (size - max(kernel, stride)) // stride + 1 < primary_kernel:
+        stride -= 1
+    return stride, max(kernel, stride)
 
 
 def _windows(sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int]) -> list[int]:
@@ -328,29 +367,42 @@ def _windows(sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int])
 
 def _map_of(stem: nn.Module, image: tuple[int, int, int]) -> list[int]:
     """[channels, height, width] that a stem makes of an image, without calculating a number."""
-    on_meta = deepcopy(stem).to("meta").eval()
-    dtype = next((p.dtype for p in stem.parameters() if p.is_floating_point()), None)
-    with torch.no_grad():
-        x = on_meta(torch.empty(1, *image, device="meta", dtype=dtype))
+    if any(map(is_lazy, stem.parameters())):
+        raise ValueError(
+            "CapsNet: the stem has parameters without a size: show it an image before, "
+            f"stem(torch.rand{(1, *image)}), or build it for {image[0]} channels"
+        )
+    try:
+        on_meta = deepcopy(stem).to("meta").eval()
+        dtype = next((p.dtype for p in stem.parameters() if p.is_floating_point()), None)
+        with torch.no_grad():
+            x = on_meta(torch.empty(1, *image, device="meta", dtype=dtype))
+    except Exception as error:
+        raise ValueError(
+            f"CapsNet: the stem does not take an image {[1, *image]}: {error}: build it for {image[0]} channels, or "
+            "give the in_chans and image_size that it takes"
+        ) from error
     if not isinstance(x, Tensor) or x.dim() != 4:
         what = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"CapsNet: the stem must make a map [N, channels, height, width] of an image, not {what}")
     return list(x.shape[1:])
 
 
-def _whole(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _whole(name: str, value: int, least: int) -> int:
+    number = whole(value)
+    if number is None or number < least:
         raise ValueError(f"CapsNet: {name} must be a whole number of {least} or more, not {value!r}")
+    return number
 
 
 def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
     """(height, width) from one number for both, or one each."""
-    pair = (value, value) if isinstance(value, int) else tuple(value)
+    pair: Sequence[Any] = (value, value)
+    if whole(value) is None and isinstance(value, Iterable):
+        pair = tuple(value)
     if len(pair) != 2:
         raise ValueError(f"CapsNet: {name} must be one number, or two, (height, width), not {value!r}")
-    for number in pair:
-        _whole(name, number, least)
-    return pair
+    return _whole(name, pair[0], least), _whole(name, pair[1], least)
 
 
 def _by(sizes: Sequence[int]) -> str:

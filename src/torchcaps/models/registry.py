@@ -34,6 +34,8 @@ def create_model(
     >>> create_model("capsnet", num_classes=2, decoder=False).num_classes
     2
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a model's name is a string, not {name!r}: list_models() names them all")
     if name not in MODELS:
         close = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)
         raise ValueError(f"no model {name!r}: did you mean {' or '.join(close)}? list_models() names them all")
@@ -46,7 +48,11 @@ def create_model(
 def list_models(filter: str = "*") -> list[str]:
     """Names for `create_model`, in order, that match a pattern of the shell's kind.
 
+    Raises ValueError for a filter that is no string.
+
     >>> list_models("caps*")
     ['capsnet']
     """
+    if not isinstance(filter, str):
+        raise ValueError(f"filter must be a pattern such as 'caps*', or left out for all models, not {filter!r}")
     return sorted(fnmatch.filter(MODELS, filter))

@@ -27,8 +27,8 @@ from torchcaps.types import Float, Routed
 
 __all__ = ["BACKENDS", "Backend", "Call", "Over", "couple", "enter", "make_votes"]
 
-Backend = Literal["auto", "reference"]
-BACKENDS: tuple[str, ...] = ("auto", "reference")
+Backend = Literal["auto", "reference", "streamed"]
+BACKENDS: tuple[str, ...] = ("auto", "reference", "streamed")
 Over = Literal["parents", "children"]
 
 
@@ -39,7 +39,7 @@ class Call:
     poses: Tensor  # [N, I, R, P], 0 where masked
     weight: Tensor  # [I | 1, J, P, Q]
     activations: Tensor | None  # [N, I], 0 where masked
-    vote_offset: Tensor | None  # broadcasts to [N, I, J, R, Q]
+    vote_offset: Tensor | None  # [N | 1, I | 1, J | 1, R, Q]
     mask: Tensor | None  # [N, I], True takes part
     child_ids: Tensor | None  # [windows, I]
     dtype: torch.dtype  # of the answer
@@ -139,6 +139,7 @@ def enter(
             activations = activations.masked_fill(~mask, 0.0)
     if vote_offset is not None:
         vote_offset = vote_offset.to(compute)
+        vote_offset = vote_offset if vote_offset.dim() == 5 else vote_offset[None]
     return Call(poses, weight.to(compute), activations, vote_offset, mask, child_ids, dtype, return_coupling)
 
 
@@ -164,27 +165,29 @@ def couple(
     mask: Tensor | None = None,
     child_ids: Tensor | None = None,
     leaky: bool = False,
+    log: bool = False,
 ) -> Float[Tensor, "N I J"]:
     """Shares from logits: a softmax over the parents or over the children; masked children have 0.
 
     `leaky` adds a parent "none of the above" with logit 0 that takes its share and is then dropped. With `child_ids`
     (`[windows, I]`, the batch holding the windows of each example one after the other) a child that several windows
-    see shares 1 among the parents of all of them.
+    see shares 1 among the parents of all of them. `log` gives the logarithms, -inf for masked children.
     """
+    softmax = torch.log_softmax if log else torch.softmax
     if over == "children":
         if mask is not None:
             logits = logits.masked_fill(~mask[:, :, None], torch.finfo(logits.dtype).min)
-        coupling = logits.softmax(dim=1)
+        coupling = softmax(logits, 1)
     elif child_ids is not None:
-        coupling = _couple_windows(logits, mask, child_ids, leaky)
+        coupling = _couple_windows(logits, mask, child_ids, leaky, log)
     elif leaky:
-        coupling = torch.cat([logits, torch.zeros_like(logits[:, :, :1])], dim=2).softmax(dim=2)[:, :, :-1]
+        coupling = softmax(torch.cat([logits, torch.zeros_like(logits[:, :, :1])], dim=2), 2)[:, :, :-1]
     else:
-        coupling = logits.softmax(dim=2)
-    return coupling if mask is None else coupling.masked_fill(~mask[:, :, None], 0.0)
+        coupling = softmax(logits, 2)
+    return coupling if mask is None else coupling.masked_fill(~mask[:, :, None], -torch.inf if log else 0.0)
 
 
-def _couple_windows(logits: Tensor, mask: Tensor | None, child_ids: Tensor, leaky: bool) -> Tensor:
+def _couple_windows(logits: Tensor, mask: Tensor | None, child_ids: Tensor, leaky: bool, log: bool) -> Tensor:
     """The softmax over (window, parent) of the same child: sums and maxima are gathered by the child's id."""
     windows, I = child_ids.shape
     if mask is not None:
@@ -194,10 +197,13 @@ def _couple_windows(logits: Tensor, mask: Tensor | None, child_ids: Tensor, leak
     children = int(child_ids.max()) + 1 if _readable(child_ids) else child_ids.numel()
     lowest = 0.0 if leaky else -torch.inf
     largest = b.new_full((b.shape[0], children), lowest).scatter_reduce(1, ids, b.detach().amax(2), "amax")
-    e = (b - largest.gather(1, ids)[:, :, None]).exp()
+    below = b - largest.gather(1, ids)[:, :, None]
+    e = below.exp()
     total = (-largest).exp() if leaky else torch.zeros_like(largest)
     total = total.scatter_add(1, ids, e.sum(2))
-    return (e / total.gather(1, ids)[:, :, None]).unflatten(1, (windows, I)).flatten(0, 1)
+    total = total.gather(1, ids)[:, :, None]
+    shares = below - total.log() if log else e / total
+    return shares.unflatten(1, (windows, I)).flatten(0, 1)
 
 
 def _check_pair(poses: Tensor, weight: Tensor) -> None:

@@ -15,6 +15,7 @@ Open in the paper, named here: `scale` is 1/sqrt(R Q), as in the authors' code (
 There is no squash and no activation; given activations are ignored.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -22,7 +23,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from torchcaps.routing._backends import choose, situation
 from torchcaps.routing._round import Backend, Call, check_iterations, couple, enter
+from torchcaps.routing._rounds import Plan, run_rounds
 from torchcaps.routing._rule import Rule
 from torchcaps.types import Routed
 
@@ -76,46 +79,86 @@ def attention(
         iterations=iterations, backend=backend, return_coupling=return_coupling,
     )  # fmt: skip
     N, _, J, R, Q = call.sizes
-    with call.own_precision():
-        p, rounds = _reference(
-            call,
-            iterations,
-            (R * Q) ** -0.5 if scale is None else scale,
-            eps if norm and R * Q > 1 else None,
-            _gain("norm_weight", norm_weight, call),
-            _gain("norm_bias", norm_bias, call),
-            call.tensor("start", start, N, J, R, Q),
+    step = AttentionStep((R * Q) ** -0.5 if scale is None else scale, norm and R * Q > 1, eps)
+    gains: tuple[Tensor, ...] = ()
+    if norm_weight is not None or norm_bias is not None:
+        gains = (
+            _gain("norm_weight", norm_weight, call, 1.0),
+            _gain("norm_bias", norm_bias, call, 0.0),
         )
-    return call.answer(p, rounds, state=p)
+    start = call.tensor("start", start, N, J, R, Q)
+    equations = functools.partial(_reference, T=iterations, step=step)
+    with call.own_precision():
+        chosen = choose(backend, situation(call))
+        if chosen == "reference":
+            return call.answer(*equations(call, None, start, gains))
+        return call.answer(*run_rounds(Plan(iterations, step, equations, chosen), call, None, start, gains))
 
 
 def _reference(
     call: Call,
-    T: int,
-    scale: float,
-    eps: float | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
+    prior: None,
     p: Tensor | None,
-) -> tuple[Tensor, list[Tensor]]:
-    """The equations, line by line. p is the state: the parents' poses."""
-    N, I, J, R, Q = call.sizes
+    gains: tuple[Tensor, ...],
+    *,
+    T: int,
+    step: "AttentionStep",
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The equations, line by line: the parents, every round's coupling, and p, the state, which is the parents too."""
+    N, I, J, _, _ = call.sizes
     V = call.votes()
     rounds = []
-    for _ in range(T):
-        a = call.zeros(N, I, J) if p is None else scale * torch.einsum("nijrq,njrq->nij", V, p)
+    for t in range(1, T + 1):
+        a = call.zeros(N, I, J) if p is None else step.scale * torch.einsum("nijrq,njrq->nij", V, p)
         r = couple(a, over="parents", mask=call.mask, child_ids=call.child_ids)
-        p = torch.einsum("nij,nijrq->njrq", r, V)
-        if eps is not None:
-            p = torch.nn.functional.layer_norm(p, (R, Q), norm_weight, norm_bias, eps)
+        p, _ = step(torch.einsum("nij,nijrq->njrq", r, V), p, t == T, gains)
         rounds.append(r)
     assert p is not None
-    return p, rounds
+    return p, rounds, p
 
 
-def _gain(name: str, value: Tensor | None, call: Call) -> Tensor | None:
+@dataclass(frozen=True)
+class AttentionStep:
+    """From the sums of a round to the parents, which are the state: p_j = LayerNorm(s_j), or s_j."""
+
+    scale: float
+    norm: bool
+    eps: float
+
+    def __call__(self, s: Tensor, p: Tensor | None, last: bool, gains: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """(the state after the round, the parents' poses)."""
+        if self.norm:
+            gain, bias = gains or (None, None)
+            s = torch.nn.functional.layer_norm(s, s.shape[2:], gain, bias, self.eps)
+        return s, s
+
+    def backward(
+        self,
+        s: Tensor,
+        p: Tensor | None,
+        last: bool,
+        gains: tuple[Tensor, ...],
+        dp: Tensor,
+        dv: Tensor,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Gradients of s, of the state before the round (none), and of gain and bias."""
+        if last:
+            dp = dp + dv
+        if not self.norm:
+            return dp, torch.zeros_like(dp), tuple(torch.zeros_like(g) for g in gains)
+        apart = s - s.mean((2, 3), keepdim=True)
+        per_sd = (apart.square().mean((2, 3), keepdim=True) + self.eps).rsqrt()
+        e = apart * per_sd
+        g = dp * gains[0] if gains else dp
+        ds = per_sd * (g - g.mean((2, 3), keepdim=True) - e * (g * e).mean((2, 3), keepdim=True))
+        return ds, torch.zeros_like(dp), ((dp * e).sum(0), dp.sum(0)) if gains else ()
+
+
+def _gain(name: str, value: Tensor | None, call: Call, default: float) -> Tensor:
     _, _, _, R, Q = call.sizes
-    if value is not None and value.dim() == 1 and value.numel() == R * Q:
+    if value is None:
+        return call.poses.new_full((R, Q), default)
+    if value.dim() == 1 and value.numel() == R * Q:
         value = value.reshape(R, Q)
     return call.tensor(name, value, R, Q)
 

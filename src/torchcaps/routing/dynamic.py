@@ -28,6 +28,7 @@ The named options cover the published variants (each paper's settings are a pres
 Activations are ignored: the length of a pose is what says how present a capsule is.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -35,16 +36,18 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from torchcaps.routing._backends import choose, situation
+from torchcaps.routing._passes import Detach
 from torchcaps.routing._round import Backend, Call, Over, check_iterations, couple, enter
+from torchcaps.routing._rounds import Plan, run_rounds
 from torchcaps.routing._rule import Rule
-from torchcaps.squash import Sabour, Squash, check_squash
+from torchcaps.squash import Sabour, Squash, check_squash, resolve, squash_backward
 from torchcaps.squash import squash as apply_squash
 from torchcaps.types import Routed
 
 __all__ = ["Dynamic", "dynamic"]
 
 Agreement = Literal["dot", "cosine"]
-Detach = Literal["none", "all_but_last", "coupling"]
 
 SU_SQUASH = Sabour(a=0.5)
 """Su's r^2 / (0.5 + r^2)."""
@@ -110,35 +113,48 @@ def dynamic(
         iterations=iterations, backend=backend, return_coupling=return_coupling,
     )  # fmt: skip
     N, I, J, R, Q = call.sizes
+    step = DynamicStep(
+        squash,
+        squash if inner_squash is None else inner_squash,
+        accumulate,
+        agreement == "cosine",
+    )
+    prior = call.tensor("prior", prior, I, J)
+    extras = () if bias is None else (call.tensor("bias", bias, J, R, Q),)
+    start = call.tensor("start", start, N, J, R, Q)
+    equations = functools.partial(
+        _reference,
+        T=iterations,
+        step=step,
+        normalize=normalize,
+        leaky=leaky,
+        detach=detach,
+    )
     with call.own_precision():
-        v, state, rounds = _reference(
-            call, iterations, accumulate, agreement == "cosine", normalize, squash,
-            squash if inner_squash is None else inner_squash, leaky, detach,
-            call.tensor("prior", prior, I, J), call.tensor("bias", bias, J, R, Q),
-            call.tensor("start", start, N, J, R, Q),
-        )  # fmt: skip
-    return call.answer(v, rounds, state)
+        chosen = choose(backend, situation(call, step.traceable))
+        if chosen == "reference":
+            return call.answer(*equations(call, prior, start, extras))
+        plan = Plan(iterations, step, equations, chosen, leaky, step.cosine, normalize, detach)
+        return call.answer(*run_rounds(plan, call, prior, start, extras))
 
 
 def _reference(
     call: Call,
+    prior: Tensor | None,
+    V: Tensor | None,
+    bias: tuple[Tensor, ...],
+    *,
     T: int,
-    accumulate: bool,
-    cosine: bool,
+    step: "DynamicStep",
     normalize: Over,
-    squash: Squash,
-    inner_squash: Squash,
     leaky: bool,
     detach: Detach,
-    prior: Tensor | None,
-    bias: Tensor | None,
-    V: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The equations, line by line. V is the state: the sum of v (or of normalised s) so far."""
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The equations, line by line: the parents, every round's coupling, and V, the state."""
     N, I, J, _, _ = call.sizes
     u = call.votes()
     seen = u.detach() if detach == "all_but_last" else u  # the votes as all but the last sum sees them
-    direction = apply_squash(seen, "normalize") if cosine else seen
+    direction = apply_squash(seen, "normalize") if step.cosine else seen
     rounds = []
     for t in range(1, T + 1):
         last = t == T
@@ -151,16 +167,56 @@ def _reference(
         if detach == "coupling":
             c = c.detach()
         s = torch.einsum("nij,nijrq->njrq", c, u if last else seen)
-        if bias is not None:
-            s = s + bias
-        v = apply_squash(s, inner_squash)
-        step = apply_squash(s, "normalize") if cosine else v
-        V = step if V is None or not accumulate else V + step
-        if last:
-            v = apply_squash(s, squash)
+        V, v = step(s, V, last, bias)
         rounds.append(c)
     assert V is not None
-    return v, V, rounds
+    return v, rounds, V
+
+
+@dataclass(frozen=True)
+class DynamicStep:
+    """From the sums of a round to the parents, and to the state: the sum of the parents so far.
+
+    v_j = squash(s_j + bias_j)            V_j = V_j + v_j        (cosine: V_j + s_j / |s_j|)
+    """
+
+    squash: Squash
+    inner_squash: Squash
+    accumulate: bool
+    cosine: bool
+    scale: float = 1.0
+
+    def __call__(self, s: Tensor, V: Tensor | None, last: bool, bias: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """(the state after the round, the parents' poses)."""
+        s = s + bias[0] if bias else s
+        heard = apply_squash(s, "normalize" if self.cosine else self.inner_squash)
+        v = apply_squash(s, self.squash if last else self.inner_squash)
+        return heard if V is None or not self.accumulate else V + heard, v
+
+    def backward(
+        self,
+        s: Tensor,
+        V: Tensor | None,
+        last: bool,
+        bias: tuple[Tensor, ...],
+        dV: Tensor,
+        dv: Tensor,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Gradients of s, of the state before the round, and of the bias; `dv` counts in the last round alone."""
+        s = s + bias[0] if bias else s
+        ds = squash_backward(s, dV, "normalize" if self.cosine else self.inner_squash)
+        if last:
+            ds = ds + squash_backward(s, dv, self.squash)
+        return (
+            ds,
+            dV if self.accumulate else torch.zeros_like(dV),
+            tuple(ds.sum(0) for _ in bias),
+        )
+
+    @property
+    def traceable(self) -> bool:
+        """Whether both squashes are of the family, so that their derivatives are formulas."""
+        return resolve(self.squash) is not None and resolve(self.inner_squash) is not None
 
 
 def _check_settings(agreement: str, normalize: str, leaky: bool, detach: str, windows: bool) -> None:

@@ -22,14 +22,16 @@ share children, the sum over k runs over the parents of all of them (`child_ids`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchcaps.routing._backends import choose, situation
 from torchcaps.routing._round import Backend, Call, check_iterations, couple, enter
 from torchcaps.routing._rule import Rule
+from torchcaps.routing._streamed_em import MOST, em_moments
 from torchcaps.types import Routed
 
 __all__ = ["EM", "EMState", "em"]
@@ -100,21 +102,23 @@ def em(
         iterations=iterations, backend=backend, return_coupling=return_coupling,
     )  # fmt: skip
     J = call.sizes[2]
+    beta_a = call.zeros(J) if beta_a is None else call.tensor("beta_a", beta_a, J)
+    beta_u = call.zeros(J) if beta_u is None else call.tensor("beta_u", beta_u, J)
+    moments = _moments if choose(backend, situation(call)) == "reference" else _streamed_moments
     with call.own_precision():
-        state, rounds = _reference(
-            call,
-            iterations,
-            final_lambda,
-            min_variance,
-            call.zeros(J) if beta_a is None else call.tensor("beta_a", beta_a, J),
-            call.zeros(J) if beta_u is None else call.tensor("beta_u", beta_u, J),
-            _check_start(call, start),
+        state, rounds = _rounds(
+            call, moments, iterations, final_lambda, min_variance, beta_a, beta_u, _check_start(call, start)
         )
-    return call.answer(state.mean, rounds, state, activations=state.activation_logits.sigmoid())
+        return call.answer(state.mean, rounds, state, activations=state.activation_logits.sigmoid())
 
 
-def _reference(
+Moments = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Mass `[N, J]`, mean and variance `[N, J, R, Q]` of the votes of each parent, and the coupling where it is held."""
+
+
+def _rounds(
     call: Call,
+    moments: Callable[[Call, EMState | None], Moments],
     T: int,
     final_lambda: float,
     min_variance: float,
@@ -122,31 +126,63 @@ def _reference(
     beta_u: Tensor,
     state: EMState | None,
 ) -> tuple[EMState, list[Tensor]]:
-    """The equations, line by line."""
-    N, I, J, R, Q = call.sizes
-    a, V = call.activations, call.votes()
-    assert a is not None
+    """The equations, line by line, but for the sums over children: those are `moments`."""
+    _, _, _, R, Q = call.sizes
+    assert call.activations is not None
+    # activations relative to the loudest child's: only their ratios make means and variances
+    loudest = call.activations.detach().amax(1, keepdim=True)
+    loudest = loudest.masked_fill(loudest == 0, 1.0)
+    call = replace(call, activations=call.activations / loudest)
     rounds = []
     first = 0 if state is None else state.round
     for t in range(first, first + T):
-        if state is None:
-            b = call.zeros(N, I, J)
-        else:
-            mu, s2, logit, _ = state
-            log_p = -((V - mu[:, None]).square() / (2 * s2[:, None])).sum((3, 4)) - (s2.log().sum((2, 3)) / 2)[:, None]
-            b = torch.nn.functional.logsigmoid(logit)[:, None] + log_p
-        r = couple(b, over="parents", mask=call.mask, child_ids=call.child_ids)
-        q = r * a[:, :, None]
-        m = q.sum(1)
-        w = q / m.masked_fill(m == 0, 1.0)[:, None]
-        mu = torch.einsum("nij,nijrq->njrq", w, V)
-        s2 = torch.einsum("nij,nijrq->njrq", w, (V - mu[:, None]).square()) + min_variance
+        m, mu, s2, r = moments(call, state)
+        m = m * loudest
+        s2 = s2 + min_variance
         cost = (R * Q * beta_u + s2.log().sum((2, 3)) / 2) * m
         lam = final_lambda * (1 - 0.95 ** (t + 1))
         state = EMState(mu, s2, lam * (beta_a - cost), t + 1)
-        rounds.append(r)
+        if r is not None:
+            rounds.append(r)
     assert state is not None
     return state, rounds
+
+
+def _moments(call: Call, state: EMState | None) -> Moments:
+    """The E-step and the sums of the M-step, on all votes at once.
+
+    Shares are taken relative to each parent's largest, q_ij = a_i exp(log R_ij - max_i log R_ij): where a tight parent
+    leaves a loose one shares of e^-100 alone, the loose one still has its mean, which float32 could not divide out.
+    """
+    N, I, J, _, _ = call.sizes
+    a, V = call.activations, call.votes()
+    assert a is not None
+    if state is None:
+        b = call.zeros(N, I, J)
+    else:
+        mu, s2, logit, _ = state
+        log_p = -((V - mu[:, None]).square() / (2 * s2[:, None])).sum((3, 4)) - (s2.log().sum((2, 3)) / 2)[:, None]
+        b = torch.nn.functional.logsigmoid(logit)[:, None] + log_p
+    log_r = couple(b, over="parents", mask=call.mask, child_ids=call.child_ids, log=True)
+    top = log_r.detach().masked_fill((a == 0)[:, :, None], -torch.inf).amax(1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    q = a[:, :, None] * (log_r - top).clamp(max=MOST).exp()
+    m = q.sum(1)
+    w = q / m.masked_fill(m == 0, 1.0)[:, None]
+    mu = torch.einsum("nij,nijrq->njrq", w, V)
+    s2 = torch.einsum("nij,nijrq->njrq", w, (V - mu[:, None]).square())
+    return m * top[:, 0].exp(), mu, s2, log_r.exp()
+
+
+def _streamed_moments(call: Call, state: EMState | None) -> Moments:
+    """The same, gathered a tile of children at a time (`_streamed_em.py`)."""
+    k = mean = precision = None
+    if state is not None:
+        k = torch.nn.functional.logsigmoid(state.activation_logits) - state.variance.log().sum((2, 3)) / 2
+        mean, precision = state.mean, 0.5 / state.variance
+    assert call.activations is not None
+    m, mu, s2 = em_moments(call.poses, call.weight, call.mask, call.vote_offset, call.activations, k, mean, precision)
+    return m, mu, s2, None
 
 
 def _check_start(call: Call, start: EMState | None) -> EMState | None:

@@ -1,0 +1,83 @@
+"""Which backend a call runs on: what each can do, and what `auto` takes.
+
+    reference   the equations, on all votes at once; the definition
+    streamed    plain PyTorch, a tile of children at a time
+
+`choose` is one pure function of plain values; a backend that was named and cannot do what was asked says why.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from torchcaps.routing._round import Call
+
+__all__ = ["Situation", "choose", "situation"]
+
+WORTH_STREAMING = 2**17
+"""Numbers in all votes from which on a walk over tiles is faster than the reference; measured on a server CPU."""
+
+LANES = 24
+"""Rows (N R) that a tile needs for that: its innermost dimension."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that the choice depends on."""
+
+    votes: int
+    """N I J R Q, numbers."""
+    lanes: int
+    """N R, rows of poses over the batch."""
+    windows_compete: bool = False
+    """child_ids were given."""
+    coupling_wanted: bool = False
+    exporting: bool = False
+    """`torch.export` (and ONNX through it) is looking: plain operators only."""
+    transformed: bool = False
+    """Inside vmap, grad or another transform of `torch.func`."""
+    traceable: bool = True
+    """All settings are known by name, so that a compiled graph can hold the derivative."""
+    compiling: bool = False
+
+
+def situation(call: Call, traceable: bool = True) -> Situation:
+    """The situation of a call, now."""
+    N, I, J, R, Q = call.sizes
+    return Situation(
+        votes=N * I * J * R * Q,
+        lanes=N * R,
+        windows_compete=call.child_ids is not None,
+        coupling_wanted=bool(call.return_coupling),
+        exporting=torch.compiler.is_exporting(),
+        transformed=not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None,
+        traceable=traceable,
+        compiling=torch.compiler.is_compiling(),
+    )
+
+
+def choose(backend: str, now: Situation) -> str:
+    """The backend to run on. "auto" picks; a name is kept, or is a ValueError that says why it cannot be."""
+    if backend == "reference":
+        return backend
+    why_not = _why_not_streamed(now)
+    if backend == "auto":
+        small = now.votes < WORTH_STREAMING or now.lanes < LANES
+        return "reference" if why_not or small else "streamed"
+    if why_not:
+        raise ValueError(f"backend {backend!r} {why_not}: take backend='reference' or 'auto'")
+    return backend
+
+
+def _why_not_streamed(now: Situation) -> str | None:
+    if now.windows_compete:
+        return "does not let windows compete for a child (child_ids)"
+    if now.coupling_wanted:
+        return "never holds the coupling that return_coupling asks for"
+    if now.exporting:
+        return "is not made of plain operators, which an exported graph must be"
+    if now.transformed:
+        return "does not run inside transforms of torch.func"
+    if now.compiling and not now.traceable:
+        return "cannot be compiled with a squash that is a callable of your own"
+    return None

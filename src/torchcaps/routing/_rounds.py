@@ -1,0 +1,158 @@
+"""Rounds without votes: the executor that runs dot-product routing on passes over the children.
+
+A round is a walk over all pairs of children and parents that ends in sums `[N, J, R, Q]`, and a small step on them:
+
+    s = pass(V)                      forward pass over the children, V the state
+    V, v = step(s, V)                the algorithm's own: squash and accumulation, or LayerNorm
+
+`run_rounds` runs T of them as one autograd function. Saved are the caller's own tensors and the sums of every round.
+The backward walks the rounds in reverse, asks the step for its derivative and a light pass for the state's gradient;
+at the end one full pass gives the gradients of poses and weight of all rounds together.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchcaps.routing import _ops
+from torchcaps.routing._passes import Children, Detach, Round, uniform, uniform_share
+from torchcaps.routing._round import Call, Over
+
+__all__ = ["Plan", "Step", "run_rounds"]
+
+
+class Step(Protocol):
+    """What an algorithm does with the sums of a round."""
+
+    @property
+    def scale(self) -> float:
+        """Votes agree with `scale * V`."""
+
+    def __call__(self, s: Tensor, V: Tensor | None, last: bool, extras: tuple[Tensor, ...], /) -> tuple[Tensor, Tensor]:
+        """(the next state, the parents' poses), both `[N, J, R, Q]`; only the last round's poses are looked at."""
+
+    def backward(
+        self, s: Tensor, V: Tensor | None, last: bool, extras: tuple[Tensor, ...], dV: Tensor, dv: Tensor, /
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Gradients of s, of the state before, and of the extras."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is no tensor."""
+
+    iterations: int
+    step: Step
+    equations: Callable[
+        [Call, Tensor | None, Tensor | None, tuple[Tensor, ...]],
+        tuple[Tensor, list[Tensor], Tensor],
+    ]
+    """The same on whole votes, for derivatives of derivatives."""
+    backend: str
+    leaky: bool = False
+    cosine: bool = False
+    over: Over = "parents"
+    detach: Detach = "none"
+
+
+def run_rounds(
+    plan: Plan,
+    call: Call,
+    prior: Tensor | None,
+    start: Tensor | None,
+    extras: tuple[Tensor, ...],
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """(parents' poses, no coupling, state)."""
+    v, V = _Rounds.apply(
+        plan,
+        call.poses,
+        call.weight,
+        call.mask,
+        call.vote_offset,
+        prior,
+        start,
+        *extras,
+    )
+    return v, [], V
+
+
+class _Rounds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, poses, weight, mask, offset, prior, start, *extras):
+        ch = Children(poses, weight, mask, prior, offset, plan.leaky, plan.cosine, plan.over)
+        V, sums, lses = start, [], []
+        for t in range(plan.iterations):
+            if V is None and prior is None:
+                s, lse = uniform(ch), None
+            else:
+                s, lse = _ops.forward(plan.backend, ch, _seen(plan, ch, V))
+            sums.append(s)
+            lses.append(lse)
+            V, v = plan.step(s, V, t == plan.iterations - 1, extras)
+        ctx.plan, ctx.extras = plan, len(extras)
+        ctx.save_for_backward(poses, weight, mask, offset, prior, start, *extras, *sums, *lses)
+        return (v, V.clone()) if v is V else (v, V)
+
+    @staticmethod
+    def backward(ctx: Any, dv: Tensor, dV: Tensor):
+        plan, T = ctx.plan, ctx.plan.iterations
+        poses, weight, mask, offset, prior, start, *rest = ctx.saved_tensors
+        extras, rest = tuple(rest[: ctx.extras]), rest[ctx.extras :]
+        sums, lses = rest[:T], rest[T:]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a derivative of this derivative is wanted
+            return (
+                None,
+                *_through_equations(plan, poses, weight, mask, offset, prior, start, extras, dv, dV),
+            )
+        ch = Children(poses, weight, mask, prior, offset, plan.leaky, plan.cosine, plan.over)
+        states = [start]
+        for t in range(T - 1):
+            states.append(plan.step(sums[t], states[t], False, extras)[0])
+        scored: list[Round] = []
+        base, dextras = None, [torch.zeros_like(e) for e in extras]
+        for t in reversed(range(T)):
+            V = states[t]
+            ds, dV, parts = plan.step.backward(sums[t], V, t == T - 1, extras, dV, dv)
+            dextras = [a + b for a, b in zip(dextras, parts, strict=True)]
+            if V is None and prior is None:
+                base = ds * uniform_share(ch)
+                break
+            r = Round(_seen(plan, ch, V), sums[t], lses[t], ds)
+            scored.append(r)
+            if plan.detach == "all_but_last":
+                dV = torch.zeros_like(dV)
+                break
+            if plan.detach == "none" and V is not None:
+                dV = dV + plan.step.scale * _ops.backward_state(plan.backend, ch, r)
+        g = _ops.backward_full(plan.backend, ch, scored, base, plan.detach)
+        return (
+            None,
+            g.poses,
+            g.weight,
+            None,
+            g.offset,
+            g.prior,
+            None if start is None else dV,
+            *dextras,
+        )
+
+
+def _seen(plan: Plan, ch: Children, V: Tensor | None) -> Tensor:
+    """The state as votes agree with it; a first round with a prior and no state agrees with nothing."""
+    if V is None:
+        (N, _, R, _), (_, J, _, Q) = ch.poses.shape, ch.weight.shape
+        return ch.poses.new_zeros(N, J, R, Q)
+    return V * plan.step.scale
+
+
+def _through_equations(plan: Plan, poses, weight, mask, offset, prior, start, extras, dv, dV):
+    """The same gradients as a differentiable function of everything."""
+    call = Call(poses, weight, None, offset, mask, None, poses.dtype, False)
+    v, _, V = plan.equations(call, prior, start, extras)
+    inputs = (poses, weight, mask, offset, prior, start, *extras)
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad((v, V), wanted, (dv, dV), create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
