@@ -154,7 +154,7 @@ def value_range(tensor: Tensor) -> tuple[float, float] | None:
     >>> value_range(torch.tensor([2, 0, 1]))
     (0, 2)
     """
-    if tensor.numel() == 0 or not readable(tensor):
+    if not readable(tensor) or tensor.numel() == 0:
         return None
     wide = tensor.double() if tensor.is_floating_point() else tensor.long()  # torch has no minimum of every dtype
     low, high = wide.aminmax()

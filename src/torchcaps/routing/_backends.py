@@ -62,8 +62,9 @@ def choose(backend: str, now: Situation) -> str:
         return backend
     why_not = _why_not_streamed(now)
     if backend == "auto":
-        small = now.votes < WORTH_STREAMING or now.lanes < LANES
-        return "reference" if why_not or small else "streamed"
+        if why_not:  # before any look at sizes: an exported graph must not branch on the batch
+            return "reference"
+        return "reference" if now.votes < WORTH_STREAMING or now.lanes < LANES else "streamed"
     if why_not:
         raise ValueError(f"backend {backend!r} {why_not}: take backend='reference' or 'auto'")
     return backend
