@@ -205,6 +205,38 @@ def test_no_round_is_an_error_when_the_rule_is_made_and_at_the_call(rule: Any, i
         route(functools.partial(rule.function, iterations=iterations))
 
 
+@every_algorithm
+@pytest.mark.parametrize("name", ["activations", "vote_offset", "mask", "child_ids", "start"])
+@pytest.mark.parametrize(
+    "value", [[1.0], 3, "x", torch.zeros(1, dtype=torch.complex64)], ids=["list", "int", "str", "complex"]
+)
+def test_what_is_no_tensor_of_real_numbers_is_an_error(function: Any, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be a tensor of real numbers|EM starts from"):
+        route(function, **{name: value})
+
+
+@pytest.mark.parametrize("function", [dynamic, attention])
+def test_the_state_of_another_algorithm_is_an_error(function: Any) -> None:
+    with pytest.raises(ValueError, match="start must be a tensor of real numbers, not a EMState"):
+        route(function, start=route(em).state)
+
+
+def test_a_weight_for_one_parent_does_not_serve_for_four_on_the_way_down() -> None:
+    with pytest.raises(ValueError, match="with the same I and J"):
+        combine_transposed(torch.randn(2, 4, 2, 5), torch.randn(6, 1, 3, 5), torch.rand(2, 6, 4))
+
+
+@every_algorithm
+def test_children_may_be_numbered_as_one_likes(function: Any) -> None:
+    ids = torch.stack([torch.arange(I), torch.arange(I) + 2])
+    poses = torch.randn(N, I, R, P)
+    one, other = (
+        route(function, poses=poses, child_ids=k, weight=torch.ones(I, J, P, Q), activations=torch.ones(N, I))
+        for k in (ids, ids * 10**15)
+    )
+    torch.testing.assert_close(one.poses, other.poses)
+
+
 def test_an_unknown_squash_is_an_error_when_the_rule_is_made() -> None:
     for settings in ({"squash": "no"}, {"inner_squash": "no"}):
         with pytest.raises(ValueError, match="take one of sabour"):

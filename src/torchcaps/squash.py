@@ -131,9 +131,9 @@ class Sabour:
         return squash(s, "sabour", a=self.a, eps=self.eps)
 
 
-def check_squash(name: str, kind: Squash | None) -> None:
+def check_squash(name: str, kind: Squash) -> None:
     """A ValueError where `kind` is neither of the family nor a callable."""
-    if kind is not None and not callable(kind) and kind not in KINDS:
+    if not callable(kind) and kind not in KINDS:
         raise ValueError(f"unknown {name} {kind!r}: take one of {', '.join(KINDS)}, or a callable")
 
 

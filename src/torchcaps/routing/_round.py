@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from torchcaps.types import Float, Routed
+from torchcaps.types import Float, Routed, readable
 
 __all__ = ["BACKENDS", "Backend", "Call", "Over", "couple", "enter", "make_votes"]
 
@@ -71,6 +71,7 @@ class Call:
         """A tensor argument of the call in the call's dtype, after a look at its shape."""
         if value is None:
             return None
+        _check_real(name, value)
         if tuple(value.shape) != shape:
             raise ValueError(f"{name} {list(value.shape)} does not fit this call: it must be {list(shape)}")
         return value.to(self.poses.dtype)
@@ -113,6 +114,9 @@ def enter(
     if return_coupling not in (True, False, "all"):
         raise ValueError(f'return_coupling={return_coupling!r}: take False, True (the last round) or "all"')
     _check_pair(poses, weight)
+    for name, value in (("activations", activations), ("vote_offset", vote_offset), ("mask", mask)):
+        if value is not None:
+            _check_real(name, value)
     (N, I, R, _), (_, J, _, Q) = poses.shape, weight.shape
     if activations is not None and tuple(activations.shape) != (N, I):
         raise ValueError(f"activations {list(activations.shape)} but poses {list(poses.shape)} need [{N}, {I}]")
@@ -128,6 +132,8 @@ def enter(
         )
     if child_ids is not None:
         _check_child_ids(child_ids, N, I)
+        if readable(child_ids):  # numbered anew, from 0 on without gaps
+            child_ids = child_ids.unique(return_inverse=True)[1]
     dtype = torch.promote_types(poses.dtype, weight.dtype)
     compute = torch.promote_types(dtype, torch.float32)
     poses = poses.to(compute)
@@ -194,7 +200,7 @@ def _couple_windows(logits: Tensor, mask: Tensor | None, child_ids: Tensor, leak
         logits = logits.masked_fill(~mask[:, :, None], torch.finfo(logits.dtype).min)
     b = logits.unflatten(0, (-1, windows)).flatten(1, 2)  # [examples, windows * I, J]
     ids = child_ids.flatten().expand(b.shape[0], -1)
-    children = int(child_ids.max()) + 1 if _readable(child_ids) else child_ids.numel()
+    children = child_ids.numel()
     lowest = 0.0 if leaky else -torch.inf
     largest = b.new_full((b.shape[0], children), lowest).scatter_reduce(1, ids, b.detach().amax(2), "amax")
     below = b - largest.gather(1, ids)[:, :, None]
@@ -227,20 +233,20 @@ def _check_pair(poses: Tensor, weight: Tensor) -> None:
 
 
 def _check_child_ids(child_ids: Tensor, N: int, I: int) -> None:
+    _check_real("child_ids", child_ids)
     if child_ids.dtype != torch.long or child_ids.dim() != 2 or child_ids.shape[1] != I:
         raise ValueError(f"child_ids {list(child_ids.shape)} of {child_ids.dtype} must be [windows, {I}] of torch.long")
     if child_ids.shape[0] == 0 or N % child_ids.shape[0]:
         raise ValueError(f"a batch of {N} is no multiple of the {child_ids.shape[0]} windows of child_ids")
-    if _readable(child_ids) and int(child_ids.min()) < 0:
+    if readable(child_ids) and int(child_ids.min()) < 0:
         raise ValueError("child_ids must be 0 or more: mask out the entries of a window that hold no child")
 
 
-def _readable(child_ids: Tensor) -> bool:
-    """Whether the values can be looked at: elsewhere that would wait for the device, and a graph cannot at all.
-
-    Where they cannot, children must be numbered below the number of entries, as those of `ConvCapsules` are.
-    """
-    return child_ids.device.type == "cpu" and not torch.compiler.is_compiling()
+def _check_real(name: str, value: object) -> None:
+    """A ValueError for what is no tensor of real numbers."""
+    if not isinstance(value, Tensor) or value.is_complex():
+        what = f"of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"{name} must be a tensor of real numbers, not {what}: torch.as_tensor makes one")
 
 
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:

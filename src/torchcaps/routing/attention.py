@@ -65,7 +65,8 @@ def attention(
     mask         `[N, I]`, True for a child that takes part; what a masked child holds changes nothing.
     start        parents' poses `[N, J, R, Q]` to start from (the `state` of an earlier call).
     child_ids    `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
-    backend      "auto" or "reference".
+    backend      "reference", the equations on all votes at once; "streamed", a tile of children at a time, without
+                 votes in memory; "auto" picks by size.
     return_coupling  True for the last round's coupling, "all" for every round's.
 
     Returns `Routed`: poses `[N, J, R, Q]`; no activations; coupling `[N, I, J]`, or `[T, N, I, J]` for "all"; state.

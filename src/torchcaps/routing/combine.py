@@ -37,7 +37,11 @@ def combine_transposed(parents: Tensor, weight: Tensor, coupling: Tensor) -> Ten
     parents `[N, J, R, Q]`, weight `[I | 1, J, P, Q]`, coupling `[N, I, J]`. Returns `[N, I, R, P]`.
     Raises ValueError where the shapes do not fit.
     """
-    if coupling.dim() != 3 or weight.dim() != 4 or weight.shape[0] not in (1, coupling.shape[1]):
+    if (
+        coupling.dim() != 3
+        or weight.dim() != 4
+        or tuple(weight.shape[:2]) not in ((1, coupling.shape[2]), tuple(coupling.shape[1:]))
+    ):
         raise ValueError(
             f"coupling {list(coupling.shape)} must be [N, I, J] and weight {list(weight.shape)} "
             "[I or 1, J, P, Q] with the same I and J"

@@ -97,7 +97,8 @@ def dynamic(
     mask         `[N, I]`, True for a child that takes part; what a masked child holds changes nothing.
     start        the `state` of an earlier call, `[N, J, R, Q]`: the rounds go on from there.
     child_ids    `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
-    backend      "auto" or "reference".
+    backend      "reference", the equations on all votes at once; "streamed", a tile of children at a time, without
+                 votes in memory; "auto" picks by size.
     return_coupling  True for the last round's coupling, "all" for every round's.
 
     Returns `Routed`: poses `[N, J, R, Q]`; no activations; coupling `[N, I, J]`, or `[T, N, I, J]` for "all"; state.
@@ -256,7 +257,8 @@ class Dynamic(Rule):
     def __post_init__(self) -> None:
         check_iterations(self.iterations)
         check_squash("squash", self.squash)
-        check_squash("inner_squash", self.inner_squash)
+        if self.inner_squash is not None:
+            check_squash("inner_squash", self.inner_squash)
         _check_settings(self.agreement, self.normalize, self.leaky, self.detach, False)
 
     @classmethod
