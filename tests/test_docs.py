@@ -1,7 +1,7 @@
 """Every code block of the documents runs, and every example in a docstring gives what it says."""
 
 import doctest
-import importlib
+import importlib.util
 import pkgutil
 import re
 from pathlib import Path
@@ -14,6 +14,8 @@ import torchcaps
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 MODULES = ["torchcaps", *(m.name for m in pkgutil.walk_packages(torchcaps.__path__, "torchcaps."))]
+if importlib.util.find_spec("triton") is None:  # PyTorch for the CPU alone does not bring it
+    MODULES.remove("torchcaps.kernels.triton_passes")
 
 
 def python_blocks(page: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
     reference   the equations, on all votes at once; the definition
     streamed    plain PyTorch, a tile of children at a time
+    triton      kernels for CUDA, of the same walk
 
 `choose` is one pure function of plain values; a backend that was named and cannot do what was asked says why.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from torchcaps.routing._round import Call
+from torchcaps.routing._triton import why_not
 
 __all__ = ["Situation", "choose", "situation"]
 
@@ -39,10 +41,14 @@ class Situation:
     traceable: bool = True
     """All settings are known by name, so that a compiled graph can hold the derivative."""
     compiling: bool = False
+    triton_cannot: str | None = "runs on CUDA alone"
+    """Why the Triton kernels are out of the question, or None."""
 
 
-def situation(call: Call, traceable: bool = True) -> Situation:
-    """The situation of a call, now."""
+def situation(
+    call: Call, backend: str, *, traceable: bool = True, cosine: bool = False, kernels_know: bool = True
+) -> Situation:
+    """The situation of a call, now. `kernels_know`: the algorithm's options are among those of the kernels."""
     N, I, J, R, Q = call.sizes
     return Situation(
         votes=N * I * J * R * Q,
@@ -53,20 +59,33 @@ def situation(call: Call, traceable: bool = True) -> Situation:
         transformed=not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None,
         traceable=traceable,
         compiling=torch.compiler.is_compiling(),
+        triton_cannot=_triton_cannot(call, backend, cosine, kernels_know),
     )
+
+
+def _triton_cannot(call: Call, backend: str, cosine: bool, kernels_know: bool) -> str | None:
+    if backend != "triton" and not call.poses.is_cuda:
+        return "runs on CUDA alone"
+    if not kernels_know or call.vote_offset is not None:
+        return "has no kernels for EM, shares over children, stopped gradients or vote offsets"
+    return why_not(call.poses, call.weight, cosine)
 
 
 def choose(backend: str, now: Situation) -> str:
     """The backend to run on. "auto" picks; a name is kept, or is a ValueError that says why it cannot be."""
     if backend == "reference":
         return backend
-    why_not = _why_not_streamed(now)
+    reason = _why_not_streamed(now)
     if backend == "auto":
-        if why_not:  # before any look at sizes: an exported graph must not branch on the batch
+        if reason:  # before any look at sizes: an exported graph must not branch on the batch
             return "reference"
+        if now.triton_cannot is None:
+            return "triton"
         return "reference" if now.votes < WORTH_STREAMING or now.lanes < LANES else "streamed"
-    if why_not:
-        raise ValueError(f"backend {backend!r} {why_not}: take backend='reference' or 'auto'")
+    if backend == "triton":
+        reason = reason or now.triton_cannot
+    if reason:
+        raise ValueError(f"backend {backend!r} {reason}: take backend='reference' or 'auto'")
     return backend
 
 

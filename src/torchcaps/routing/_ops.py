@@ -10,10 +10,11 @@ from torch import Tensor
 
 from torchcaps.routing import _streamed
 from torchcaps.routing._passes import Children, Detach, Gradients, Passes, Round
+from torchcaps.routing._triton import TritonPasses
 
 __all__ = ["backward_full", "backward_state", "forward"]
 
-_PASSES: dict[str, Passes] = {"streamed": _streamed}
+_PASSES: dict[str, Passes] = {"streamed": _streamed, "triton": TritonPasses()}
 
 
 def forward(backend: str, ch: Children, V: Tensor) -> tuple[Tensor, Tensor | None]:

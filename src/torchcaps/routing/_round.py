@@ -27,8 +27,8 @@ from torchcaps.types import Float, Routed, readable
 
 __all__ = ["BACKENDS", "Backend", "Call", "Over", "couple", "enter", "make_votes"]
 
-Backend = Literal["auto", "reference", "streamed"]
-BACKENDS: tuple[str, ...] = ("auto", "reference", "streamed")
+Backend = Literal["auto", "reference", "streamed", "triton"]
+BACKENDS: tuple[str, ...] = ("auto", "reference", "streamed", "triton")
 Over = Literal["parents", "children"]
 
 

@@ -66,7 +66,7 @@ def attention(
     start        parents' poses `[N, J, R, Q]` to start from (the `state` of an earlier call).
     child_ids    `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
     backend      "reference", the equations on all votes at once; "streamed", a tile of children at a time, without
-                 votes in memory; "auto" picks by size.
+                 votes in memory; "triton", kernels for CUDA; "auto" picks by device and size.
     return_coupling  True for the last round's coupling, "all" for every round's.
 
     Returns `Routed`: poses `[N, J, R, Q]`; no activations; coupling `[N, I, J]`, or `[T, N, I, J]` for "all"; state.
@@ -90,7 +90,7 @@ def attention(
     start = call.tensor("start", start, N, J, R, Q)
     equations = functools.partial(_reference, T=iterations, step=step)
     with call.own_precision():
-        chosen = choose(backend, situation(call))
+        chosen = choose(backend, situation(call, backend))
         if chosen == "reference":
             return call.answer(*equations(call, None, start, gains))
         return call.answer(*run_rounds(Plan(iterations, step, equations, chosen), call, None, start, gains))

@@ -98,7 +98,7 @@ def dynamic(
     start        the `state` of an earlier call, `[N, J, R, Q]`: the rounds go on from there.
     child_ids    `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
     backend      "reference", the equations on all votes at once; "streamed", a tile of children at a time, without
-                 votes in memory; "auto" picks by size.
+                 votes in memory; "triton", kernels for CUDA; "auto" picks by device and size.
     return_coupling  True for the last round's coupling, "all" for every round's.
 
     Returns `Routed`: poses `[N, J, R, Q]`; no activations; coupling `[N, I, J]`, or `[T, N, I, J]` for "all"; state.
@@ -132,7 +132,9 @@ def dynamic(
         detach=detach,
     )
     with call.own_precision():
-        chosen = choose(backend, situation(call, step.traceable))
+        known = normalize == "parents" and detach == "none"
+        now = situation(call, backend, traceable=step.traceable, cosine=step.cosine, kernels_know=known)
+        chosen = choose(backend, now)
         if chosen == "reference":
             return call.answer(*equations(call, prior, start, extras))
         plan = Plan(iterations, step, equations, chosen, leaky, step.cosine, normalize, detach)

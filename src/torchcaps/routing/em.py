@@ -105,7 +105,9 @@ def em(
     J = call.sizes[2]
     beta_a = call.zeros(J) if beta_a is None else call.tensor("beta_a", beta_a, J)
     beta_u = call.zeros(J) if beta_u is None else call.tensor("beta_u", beta_u, J)
-    moments = _moments if choose(backend, situation(call)) == "reference" else _streamed_moments
+    moments = (
+        _moments if choose(backend, situation(call, backend, kernels_know=False)) == "reference" else _streamed_moments
+    )
     with call.own_precision():
         state, rounds = _rounds(
             call, moments, iterations, final_lambda, min_variance, beta_a, beta_u, _check_start(call, start)
