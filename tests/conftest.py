@@ -1,11 +1,15 @@
 """What holds for every test: one thread, the same random numbers each time, and shapes checked in every call."""
 
+import os
 from typing import Any
 
 import hypothesis
 import jaxtyping
 import pytest
 import torch
+
+# Before anything imports Triton, which decides as it loads: kernels run on the CPU, in its interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # Before anything imports torchcaps: where shapes are annotated they are checked at every call. The whole package would
 # not do: Triton reads the source of its kernels and must find it as it is written.

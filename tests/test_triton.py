@@ -12,17 +12,17 @@ from torch import Tensor
 
 from torchcaps.routing import EM, Attention, Dynamic
 
+pytest.importorskip(
+    "triton", reason="PyTorch for the CPU alone does not bring Triton: its kernels cannot be tried here"
+)
+
 EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(scope="module")
 def passes():
-    """The module with its kernels interpreted (Triton decides when it decorates them)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        sys.modules.pop("torchcaps.kernels.triton_passes", None)
-        yield importlib.import_module("torchcaps.kernels.triton_passes")
-        sys.modules.pop("torchcaps.kernels.triton_passes", None)
+    """The kernels, interpreted: `conftest.py` sees to it."""
+    return importlib.import_module("torchcaps.kernels.triton_passes")
 
 
 # ---------------------------------------------------------------------------------------------- the equations, plainly
