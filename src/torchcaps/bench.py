@@ -29,10 +29,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+import torch.func
+from torch import Tensor, nn
 
 from torchcaps.layers import ConvCapsules
-from torchcaps.routing import Attention, Dynamic
+from torchcaps.routing import Attention, Backend, Dynamic
 from torchcaps.routing._backends import Situation, choose
 from torchcaps.types import Capsules
 
@@ -65,10 +66,13 @@ class Workload:
             ).to(device)
             poses = torch.randn(self.N, self.I, size, size, self.R, self.P, device=device, requires_grad=True)
 
-            def convolve(poses: Tensor, weight: Tensor, backend: str) -> Tensor:
-                return layer.route(Capsules(poses), backend=backend).poses  # type: ignore[arg-type]
+            weight = layer.weight.detach().requires_grad_()
 
-            return convolve, [poses, layer.weight]
+            def convolve(poses: Tensor, weight: Tensor, backend: str) -> Tensor:
+                out: Tensor = torch.func.functional_call(_Routed(layer), {"layer.weight": weight}, (poses, backend))
+                return out
+
+            return convolve, [poses, weight]
         std = self.rule.weight_std(self.I, self.J, self.R, self.P, self.Q)
         weight = torch.empty(1 if self.shared else self.I, self.J, self.P, self.Q, device=device).normal_(0, std)
 
@@ -105,6 +109,17 @@ class Workload:
         light = (T - 1) * (vote + (3 if not self.shared else 3 * self.P / self.Q))
         full = vote + (T - 1) * (4 if not self.shared else 4 * self.P / self.Q) + 2 * product
         return self.votes * forward / speed, self.votes * (forward + light + full) / speed
+
+
+class _Routed(nn.Module):
+    """A layer as a function of its weight and of the backend."""
+
+    def __init__(self, layer: ConvCapsules) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, poses: Tensor, backend: Backend) -> Tensor:
+        return self.layer.route(Capsules(poses), backend=backend).poses
 
 
 WORKLOADS = {
