@@ -12,9 +12,8 @@ RUN := $(VENV)/bin/python
 .PHONY: demo test lint types clean
 .NOTPARALLEL:
 
-# PASSIVE: idle threads sleep. Where other work keeps the cores busy, spinning ones would stall the training.
 demo: $(VENV)/.installed-demo
-	OMP_WAIT_POLICY=PASSIVE $(RUN) examples/digits.py
+	$(RUN) examples/digits.py
 
 test: $(VENV)/.installed-dev
 	$(RUN) -m pytest -n 2 --dist worksteal
