@@ -118,15 +118,18 @@ def test_rounds_are_tried_on_rules_that_are_no_dataclass_too() -> None:
 
 FEW = [(1, 1, 1, 1, 1, 1), (3, 9, 4, 2, 3, 5)]
 
+# the CPU kernels have a test of their own (test_backends.py), as the Triton kernels have, which are slow to interpret
+QUICK = ["auto", "streamed"]
+
 
 @pytest.mark.parametrize("rule", PRESETS, ids=str)
 def test_backends_agree_with_the_reference(rule: Rule) -> None:
-    assert_backends_agree(rule, sizes=FEW)
+    assert_backends_agree(rule, QUICK, sizes=FEW)
 
 
 @pytest.mark.parametrize("rule", [Dynamic.sabour(), Attention.tsai(), EM.hinton()], ids=str)
 def test_backends_agree_where_sizes_cross_the_edges_of_tiles(rule: Rule) -> None:
-    assert_backends_agree(rule, dtypes=[torch.float32])
+    assert_backends_agree(rule, QUICK, dtypes=[torch.float32])
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ FAULTS: dict[str, Callable[[Routed, dict[str, Any]], Routed]] = {
     ),
     "activations where there are none": lambda r, call: r._replace(activations=r.poses.sum((2, 3))),
     "no coupling": lambda r, call: r._replace(coupling=None),
-    "coupling in another order": lambda r, call: r._replace(coupling=r.coupling.flip(0)),
+    "coupling in another order": lambda r, call: r if r.coupling is None else r._replace(coupling=r.coupling.flip(0)),
     "a state of its own": lambda r, call: r._replace(state=r.state * 1.001),
     "poses of float32": lambda r, call: r._replace(poses=r.poses.float()),
     "gradient in poses": lambda r, call: steeper(r, call["poses"].nan_to_num()),

@@ -1,6 +1,5 @@
 """The streamed backend: the same numbers as the equations, without votes in memory."""
 
-import dataclasses
 import itertools
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcaps.routing import EM, Attention, Dynamic, EMState, _streamed
-from torchcaps.routing._backends import LANES, WORTH_STREAMING, Situation, choose
 
 RULES = {
     "sabour": Dynamic.sabour(),
@@ -209,17 +207,6 @@ def test_a_compiled_graph_holds_it_whole():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
     assert "compiled" in done.stdout, done.stderr[-2000:]
-
-
-def test_auto_is_a_pure_function_of_the_situation():
-    large = Situation(votes=WORTH_STREAMING, lanes=LANES)
-    small, narrow = dataclasses.replace(large, votes=WORTH_STREAMING - 1), dataclasses.replace(large, lanes=LANES - 1)
-    assert choose("auto", large) == "streamed"
-    assert choose("auto", small) == choose("auto", narrow) == "reference"
-    for what in ("windows_compete", "coupling_wanted", "exporting", "transformed"):
-        assert choose("auto", dataclasses.replace(large, **{what: True})) == "reference"
-    assert choose("reference", large) == "reference"
-    assert choose("streamed", small) == "streamed"
 
 
 def test_a_named_backend_that_cannot_says_why():

@@ -65,7 +65,9 @@ def squash(
     dim = _check(s, dim, "squash")
     if kind == "identity":
         return s
-    return _Squash.apply(s, kind, dim, a, eps)
+    if torch.is_grad_enabled() and s.requires_grad:
+        return _Squash.apply(s, kind, dim, a, eps)
+    return _Squash.forward(s, kind, dim, a, eps)  # the way through apply takes longer than the squash of a few capsules
 
 
 class _Squash(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from torchcaps.routing import Backend, Rule
 from torchcaps.types import Capsules, Pose, Routed, pose_shape, whole
 
-__all__ = ["Init", "RoutedLayer", "check_window", "per_axis", "positive", "positive_all"]
+__all__ = ["Init", "RoutedLayer", "per_axis", "positive", "positive_all"]
 
 Init = float | Callable[[Tensor], object] | None
 """None: the rule's own standard deviation; a number, 0 or more: that one; a callable: fills the weight, in place."""
@@ -172,16 +172,6 @@ def positive_all(layer: str, name: str, values: Sequence[int]) -> tuple[int, ...
     return tuple(positive(layer, f"every size of {name}", value) for value in values)
 
 
-def check_window(layer: str, spatial: Sequence[int], kernel: Sequence[int], padding: Sequence[int]) -> None:
-    """A ValueError where the kernel is larger than the padded map."""
-    if any(size + 2 * p < k for size, k, p in zip(spatial, kernel, padding, strict=True)):
-        least = [max(1, k - 2 * p) for k, p in zip(kernel, padding, strict=True)]
-        raise ValueError(
-            f"{layer}: a kernel of {_by(kernel)} does not fit a map of {_by(spatial)} with padding {_by(padding)}: the "
-            f"smallest map it takes is {_by(least)}; take a smaller kernel, more padding, or less stride before it"
-        )
-
-
 def _real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
@@ -191,7 +181,3 @@ def _unwrap(layer: str, capsules: object) -> Capsules:
         return capsules
     what = f"a tensor {list(capsules.shape)}" if isinstance(capsules, Tensor) else f"a {type(capsules).__name__}"
     raise ValueError(f"{layer} takes Capsules, not {what}: wrap it, Capsules(poses) or Capsules(poses, activations)")
-
-
-def _by(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes))

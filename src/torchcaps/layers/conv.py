@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from torchcaps.layers._layer import Init, RoutedLayer, check_window, per_axis, positive
-from torchcaps.routing import Backend, Rule
+from torchcaps.layers._layer import Init, RoutedLayer, per_axis, positive
+from torchcaps.routing import Backend, Rule, Windows
+from torchcaps.routing._windows import check_window
 from torchcaps.types import Capsules, Pose, Routed, whole
 
 __all__ = ["ConvCapsules"]
@@ -112,18 +112,21 @@ class ConvCapsules(RoutedLayer):
                 "and spatial_dims of its input"
             )
         check_window(self.name, spatial, self.kernel_size, self.padding)
-        if mask is None and any(self.padding):
-            mask = poses.new_ones((1, C, *spatial), dtype=torch.bool).expand(N, *[-1] * (1 + len(spatial)))
-        children = self._windows(poses)
+        view: dict[str, Any] = {"windows": self.windows}
+        if self.competition == "all" or not self.routing.reads_maps:
+            mask = self.windows.present(poses, mask)
+            poses = self.windows.unfold(poses)
+            activations = None if activations is None else self.windows.unfold(activations)
+            view = {"child_ids": self._child_ids(spatial, poses.device)} if self.competition == "all" else {}
         routed = self.routing(
-            children,
+            poses,
             self.weight,
-            None if activations is None else self._windows(activations),
-            mask=None if mask is None else self._windows(mask),
+            activations,
+            mask=mask,
             start=start,
-            child_ids=self._child_ids(spatial, poses.device) if self.competition == "all" else None,
             backend=backend,
             return_coupling=return_coupling,
+            **view,
             **self.learned,
         )
         out = self.out_size(spatial)
@@ -132,10 +135,14 @@ class ConvCapsules(RoutedLayer):
             activations=None if routed.activations is None else _as_map(routed.activations, N, out),
         )
 
+    @property
+    def windows(self) -> Windows:
+        """Where the parents look."""
+        return Windows(self.kernel_size, self.stride, self.padding)
+
     def out_size(self, spatial: Sequence[int]) -> tuple[int, ...]:
         """Spatial sizes of the map of parents, from those of the children's."""
-        axes = zip(spatial, self.kernel_size, self.stride, self.padding, strict=True)
-        return tuple((size + 2 * p - k) // s + 1 for size, k, s, p in axes)
+        return self.windows.out(spatial)
 
     def extra_repr(self) -> str:
         return (
@@ -143,29 +150,13 @@ class ConvCapsules(RoutedLayer):
             f"padding={self.padding}, competition={self.competition!r}"
         )
 
-    def _windows(self, x: Tensor) -> Tensor:
-        return _windows(x, self.kernel_size, self.stride, self.padding)
-
     def _child_ids(self, spatial: Sequence[int], device: torch.device) -> Tensor:
         """`[windows, C * kernel]`: a number for each child that a window sees, all below windows * C * kernel."""
         kernel, axes = self.kernel_size, len(self.kernel_size)
         steps = [min(k, s) for k, s in zip(kernel, self.stride, strict=True)]  # no number for a child between windows
         seen = [(n - 1) * s + k for n, s, k in zip(self.out_size(spatial), steps, kernel, strict=True)]
         ids = torch.arange(self.in_types * math.prod(seen), device=device)
-        return _windows(ids.view(1, self.in_types, *seen), kernel, steps, (0,) * axes)
-
-
-def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    """`[N, C, *spatial, *rest]`, padded by 0 or False, as `[N * windows, C * kernel, *rest]`."""
-    axes = len(kernel)
-    rest = x.dim() - 2 - axes
-    if any(padding):
-        x = pad(x, (0, 0) * rest + tuple(p for size in reversed(padding) for p in (size, size)))
-    for axis, (k, s) in enumerate(zip(kernel, stride, strict=True), start=2):
-        x = x.unfold(axis, k, s)  # a view: the axis now counts windows, their entries come last
-    out, tail = range(2, 2 + axes), range(2 + axes, 2 + axes + rest)
-    x = x.permute(0, *out, 1, *range(2 + axes + rest, x.dim()), *tail)
-    return x.flatten(1 + axes, 1 + 2 * axes).flatten(0, axes)
+        return Windows(kernel, tuple(steps), (0,) * axes).unfold(ids.view(1, self.in_types, *seen))
 
 
 def _as_map(x: Tensor, N: int, out: Sequence[int]) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from torchcaps.layers._layer import check_window, per_axis, positive
+from torchcaps.layers._layer import per_axis, positive
+from torchcaps.routing._windows import check_window
 from torchcaps.squash import Squash, check_squash
 from torchcaps.squash import squash as apply_squash
 from torchcaps.types import Capsules, Pose, pose_shape, whole

@@ -90,7 +90,9 @@ class SharedCapsules(RoutedLayer):
         children = types * positions
         weight = self.weight if self.in_types is None else _repeat(self.weight, positions)
         repeats = children if self.in_types is None else positions
-        learned = {name: _repeat(t, repeats) if name in self._per_child else t for name, t in self.learned.items()}
+        learned: dict[str, Any] = {
+            name: _repeat(t, repeats) if name in self._per_child else t for name, t in self.learned.items()
+        }
         offset = None
         if self.coordinates:
             offset = coordinate_offset(types, spatial, self.out_pose, device=poses.device, dtype=poses.dtype)

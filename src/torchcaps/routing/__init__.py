@@ -9,6 +9,7 @@
 
 from torchcaps.routing._round import Backend, Call, couple, enter
 from torchcaps.routing._rule import Rule
+from torchcaps.routing._windows import Windows
 from torchcaps.routing.attention import Attention, attention
 from torchcaps.routing.combine import combine, combine_transposed
 from torchcaps.routing.dynamic import Dynamic, dynamic
@@ -16,6 +17,6 @@ from torchcaps.routing.em import EM, EMState, em
 from torchcaps.types import Routed
 
 __all__ = [
-    "EM", "Attention", "Backend", "Call", "Dynamic", "EMState", "Routed", "Rule",
+    "EM", "Attention", "Backend", "Call", "Dynamic", "EMState", "Routed", "Rule", "Windows",
     "attention", "combine", "combine_transposed", "couple", "dynamic", "em", "enter",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
     reference   the equations, on all votes at once; the definition
     streamed    plain PyTorch, a tile of children at a time
+    native      compiled kernels for the CPU, of the same walk
     triton      kernels for CUDA, of the same walk
 
 `choose` is one pure function of plain values; a backend that was named and cannot do what was asked says why.
@@ -11,13 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
+from torchcaps.routing import _native, _triton
 from torchcaps.routing._round import Call
-from torchcaps.routing._triton import why_not
 
 __all__ = ["Situation", "choose", "situation"]
 
 WORTH_STREAMING = 2**17
 """Numbers in all votes from which on a walk over tiles is faster than the reference; measured on a server CPU."""
+
+WORTH_NATIVE = 2**12
+"""The same for the CPU kernels."""
 
 LANES = 24
 """Rows (N R) that a tile needs for that: its innermost dimension."""
@@ -41,6 +45,8 @@ class Situation:
     traceable: bool = True
     """All settings are known by name, so that a compiled graph can hold the derivative."""
     compiling: bool = False
+    native_cannot: str | None = "is not there"
+    """Why the CPU kernels are out of the question, or None."""
     triton_cannot: str | None = "runs on CUDA alone"
     """Why the Triton kernels are out of the question, or None."""
 
@@ -50,6 +56,9 @@ def situation(
 ) -> Situation:
     """The situation of a call, now. `kernels_know`: the algorithm's options are among those of the kernels."""
     N, I, J, R, Q = call.sizes
+    strange = None
+    if not kernels_know or call.vote_offset is not None:
+        strange = "has no kernels for EM, shares over children, stopped gradients or vote offsets"
     return Situation(
         votes=N * I * J * R * Q,
         lanes=N * R,
@@ -59,16 +68,11 @@ def situation(
         transformed=not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None,
         traceable=traceable,
         compiling=torch.compiler.is_compiling(),
-        triton_cannot=_triton_cannot(call, backend, cosine, kernels_know),
+        native_cannot=strange or _native.why_not(call.poses, call.weight),
+        triton_cannot="runs on CUDA alone"
+        if backend != "triton" and not call.poses.is_cuda
+        else strange or _triton.why_not(call.poses, call.weight, cosine),
     )
-
-
-def _triton_cannot(call: Call, backend: str, cosine: bool, kernels_know: bool) -> str | None:
-    if backend != "triton" and not call.poses.is_cuda:
-        return "runs on CUDA alone"
-    if not kernels_know or call.vote_offset is not None:
-        return "has no kernels for EM, shares over children, stopped gradients or vote offsets"
-    return why_not(call.poses, call.weight, cosine)
 
 
 def choose(backend: str, now: Situation) -> str:
@@ -81,7 +85,11 @@ def choose(backend: str, now: Situation) -> str:
             return "reference"
         if now.triton_cannot is None:
             return "triton"
+        if now.native_cannot is None and now.votes >= WORTH_NATIVE:
+            return "native"
         return "reference" if now.votes < WORTH_STREAMING or now.lanes < LANES else "streamed"
+    if backend == "native":
+        reason = reason or now.native_cannot
     if backend == "triton":
         reason = reason or now.triton_cannot
     if reason:

@@ -1,20 +1,31 @@
 """The passes as torch operators, so that a compiled graph calls them and does not look inside.
 
-    torchcaps::forward    torchcaps::backward_state    torchcaps::backward_full
+    torchcaps::sum    torchcaps::forward    torchcaps::backward_state    torchcaps::backward_full
 
-An operator takes tensors and plain values only: a `Children` goes in field by field, the backend by its name.
+An operator takes tensors and plain values only: a `Children` goes in field by field, its windows as one list of
+numbers, the backend by its name.
 """
 
 import torch
 from torch import Tensor
 
-from torchcaps.routing import _streamed
+from torchcaps.routing import _passes, _streamed
+from torchcaps.routing._native import NativePasses
 from torchcaps.routing._passes import Children, Detach, Gradients, Passes, Round
 from torchcaps.routing._triton import TritonPasses
+from torchcaps.routing._windows import Windows
 
-__all__ = ["backward_full", "backward_state", "forward"]
+__all__ = ["backward_full", "backward_state", "forward", "uniform"]
 
-_PASSES: dict[str, Passes] = {"streamed": _streamed, "triton": TritonPasses()}
+_NATIVE = NativePasses()
+_PASSES: dict[str, Passes] = {"streamed": _streamed, "native": _NATIVE, "triton": TritonPasses()}
+
+
+def uniform(backend: str, ch: Children) -> Tensor:
+    """s `[N, J, R, Q]` of a first round from nothing."""
+    if backend == "native" and ch.over == "parents" and ch.offset is None:  # faster than the products of torch
+        return _sum(ch.poses, ch.weight, ch.mask, _numbers(ch.windows)) * _passes.uniform_share(ch)
+    return _passes.uniform(ch)
 
 
 def forward(backend: str, ch: Children, V: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -47,54 +58,65 @@ def backward_full(backend: str, ch: Children, rounds: list[Round], base: Tensor 
 
 def _fields(
     ch: Children,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, bool, bool, str]:
-    return (
-        ch.poses,
-        ch.weight,
-        ch.mask,
-        ch.prior,
-        ch.offset,
-        ch.leaky,
-        ch.cosine,
-        ch.over,
-    )
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, bool, bool, str, list[int]]:
+    return ch.poses, ch.weight, ch.mask, ch.prior, ch.offset, ch.leaky, ch.cosine, ch.over, _numbers(ch.windows)
+
+
+def _numbers(windows: Windows | None) -> list[int]:
+    return [] if windows is None else [*windows.kernel, *windows.stride, *windows.padding]
+
+
+def _windows(numbers: list[int]) -> Windows | None:
+    axes = len(numbers) // 3
+    return Windows(*(tuple(numbers[i * axes : (i + 1) * axes]) for i in range(3))) if numbers else None
+
+
+@torch.library.custom_op("torchcaps::sum", mutates_args=())
+def _sum(poses: Tensor, weight: Tensor, mask: Tensor | None, windows: list[int]) -> Tensor:
+    return _NATIVE.sum(Children(poses, weight, mask, windows=_windows(windows)))
+
+
+@_sum.register_fake
+def _(poses, weight, mask, windows):
+    return poses.new_empty(Children(poses, weight, mask, windows=_windows(windows)).parents)
 
 
 @torch.library.custom_op("torchcaps::forward", mutates_args=())
 def _forward(
     backend: str, poses: Tensor, weight: Tensor, mask: Tensor | None, prior: Tensor | None, offset: Tensor | None,
-    leaky: bool, cosine: bool, over: str, V: Tensor,
+    leaky: bool, cosine: bool, over: str, windows: list[int], V: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    s, lse = _PASSES[backend].forward(Children(poses, weight, mask, prior, offset, leaky, cosine, over), V)
+    ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over, _windows(windows))
+    s, lse = _PASSES[backend].forward(ch, V)
     return s, V.new_empty(0) if lse is None else lse
 
 
 @_forward.register_fake
-def _(backend, poses, weight, mask, prior, offset, leaky, cosine, over, V):
+def _(backend, poses, weight, mask, prior, offset, leaky, cosine, over, windows, V):
     return torch.empty_like(V), V.new_empty(V.shape[:2] if over == "children" else 0)
 
 
 @torch.library.custom_op("torchcaps::backward_state", mutates_args=())
 def _backward_state(
     backend: str, poses: Tensor, weight: Tensor, mask: Tensor | None, prior: Tensor | None, offset: Tensor | None,
-    leaky: bool, cosine: bool, over: str, V: Tensor, s: Tensor, lse: Tensor | None, ds: Tensor,
+    leaky: bool, cosine: bool, over: str, windows: list[int], V: Tensor, s: Tensor, lse: Tensor | None, ds: Tensor,
 ) -> Tensor:  # fmt: skip
-    ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over)
+    ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over, _windows(windows))
     return _PASSES[backend].backward_state(ch, Round(V, s, lse, ds))
 
 
 @_backward_state.register_fake
-def _(backend, poses, weight, mask, prior, offset, leaky, cosine, over, V, s, lse, ds):
+def _(backend, poses, weight, mask, prior, offset, leaky, cosine, over, windows, V, s, lse, ds):
     return torch.empty_like(V)
 
 
 @torch.library.custom_op("torchcaps::backward_full", mutates_args=())
 def _backward_full(
     backend: str, poses: Tensor, weight: Tensor, mask: Tensor | None, prior: Tensor | None, offset: Tensor | None,
-    leaky: bool, cosine: bool, over: str,
+    leaky: bool, cosine: bool, over: str, windows: list[int],
     V: list[Tensor], s: list[Tensor], lse: list[Tensor], ds: list[Tensor], base: Tensor | None, detach: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over)
+    ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over, _windows(windows))
     sums: list[Tensor | None] = [*lse] if lse else [None] * len(V)
     rounds = [Round(*r) for r in zip(V, s, sums, ds, strict=True)]
     g = _PASSES[backend].backward_full(ch, rounds, base, detach)  # type: ignore[arg-type]
@@ -108,22 +130,8 @@ def _backward_full(
 
 @_backward_full.register_fake
 def _(
-    backend,
-    poses,
-    weight,
-    mask,
-    prior,
-    offset,
-    leaky,
-    cosine,
-    over,
-    V,
-    s,
-    lse,
-    ds,
-    base,
-    detach,
-):
+    backend, poses, weight, mask, prior, offset, leaky, cosine, over, windows, V, s, lse, ds, base, detach
+):  # fmt: skip
     empty = poses.new_empty
     return (
         torch.empty_like(poses),

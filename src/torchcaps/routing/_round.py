@@ -16,19 +16,21 @@ An algorithm works on the call and gives back `call.answer(...)`:
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from torchcaps.routing._windows import Windows, check_window
 from torchcaps.types import Float, Routed, readable
 
 __all__ = ["BACKENDS", "Backend", "Call", "Over", "couple", "enter", "make_votes"]
 
-Backend = Literal["auto", "reference", "streamed", "triton"]
-BACKENDS: tuple[str, ...] = ("auto", "reference", "streamed", "triton")
+Backend = Literal["auto", "reference", "streamed", "native", "triton"]
+BACKENDS: tuple[str, ...] = ("auto", "reference", "streamed", "native", "triton")
 Over = Literal["parents", "children"]
 
 
@@ -36,19 +38,30 @@ Over = Literal["parents", "children"]
 class Call:
     """One call of an algorithm after the door: tensors of one dtype whose shapes fit each other."""
 
-    poses: Tensor  # [N, I, R, P], 0 where masked
+    poses: Tensor  # [N, I, R, P], 0 where masked; with windows a map [N, C, *spatial, R, P]
     weight: Tensor  # [I | 1, J, P, Q]
     activations: Tensor | None  # [N, I], 0 where masked
     vote_offset: Tensor | None  # [N | 1, I | 1, J | 1, R, Q]
-    mask: Tensor | None  # [N, I], True takes part
+    mask: Tensor | None  # [N, I] or [N, C, *spatial], True takes part
     child_ids: Tensor | None  # [windows, I]
     dtype: torch.dtype  # of the answer
     return_coupling: bool | str
+    windows: Windows | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """(N, I, J, R, Q)."""
-        return self.poses.shape[0], self.poses.shape[1], self.weight.shape[1], self.poses.shape[2], self.weight.shape[3]
+        """(N, I, J, R, Q); with windows each of them is an example, so that N counts them all."""
+        N, I, *spatial, R, _ = self.poses.shape
+        if self.windows is not None:
+            N, I = N * self.windows.count(spatial), I * math.prod(self.windows.kernel)
+        return N, I, self.weight.shape[1], R, self.weight.shape[3]
+
+    def unfolded(self) -> "Call":
+        """The same call with the children of every window in a list of their own."""
+        if self.windows is None:
+            return self
+        mask = self.windows.present(self.poses, self.mask)
+        return replace(self, poses=self.windows.unfold(self.poses), mask=mask, windows=None)
 
     def votes(self) -> Tensor:
         """`[N, I, J, R, Q]`, 0 for masked children."""
@@ -103,28 +116,35 @@ def enter(
     vote_offset: Tensor | None,
     mask: Tensor | None,
     child_ids: Tensor | None,
+    windows: Windows | None = None,
     iterations: int,
     backend: str,
     return_coupling: bool | str,
 ) -> Call:
-    """Look at everything that all algorithms take, and make it ready."""
+    """Look at everything that all algorithms take, and make it ready.
+
+    With `windows` poses are a map, mask and activations too, and every window is an example of its own.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not there: take one of {', '.join(BACKENDS)}")
     check_iterations(iterations)
     if return_coupling not in (True, False, "all"):
         raise ValueError(f'return_coupling={return_coupling!r}: take False, True (the last round) or "all"')
-    _check_pair(poses, weight)
+    _check_pair(poses, weight, windows)
+    if windows is not None and child_ids is not None:
+        raise ValueError("child_ids number the children of windows that are laid out already: leave one of the two out")
     for name, value in (("activations", activations), ("vote_offset", vote_offset), ("mask", mask)):
         if value is not None:
             _check_real(name, value)
-    (N, I, R, _), (_, J, _, Q) = poses.shape, weight.shape
-    if activations is not None and tuple(activations.shape) != (N, I):
-        raise ValueError(f"activations {list(activations.shape)} but poses {list(poses.shape)} need [{N}, {I}]")
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (N, I)):
+    places = poses.shape[:-2]
+    if activations is not None and activations.shape != places:
+        raise ValueError(f"activations {list(activations.shape)} but poses {list(poses.shape)} need {list(places)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != places):
         raise ValueError(
-            f"mask {list(mask.shape)} of {mask.dtype} but poses {list(poses.shape)} need [{N}, {I}] of torch.bool, "
+            f"mask {list(mask.shape)} of {mask.dtype} but poses {list(poses.shape)} need {list(places)} of torch.bool, "
             "True for a child that takes part"
         )
+    N, I, J, R, Q = Call(poses, weight, None, None, None, None, poses.dtype, False, windows).sizes
     if vote_offset is not None and not _broadcasts(vote_offset.shape, (N, I, J, R, Q)):
         raise ValueError(
             f"vote_offset {list(vote_offset.shape)} does not fit votes [N={N}, I={I}, J={J}, R={R}, Q={Q}]: "
@@ -140,13 +160,13 @@ def enter(
     if activations is not None:
         activations = activations.to(compute)
     if mask is not None:
-        poses = poses.masked_fill(~mask[:, :, None, None], 0.0)
+        poses = poses.masked_fill(~mask[..., None, None], 0.0)
         if activations is not None:
             activations = activations.masked_fill(~mask, 0.0)
     if vote_offset is not None:
         vote_offset = vote_offset.to(compute)
         vote_offset = vote_offset if vote_offset.dim() == 5 else vote_offset[None]
-    return Call(poses, weight.to(compute), activations, vote_offset, mask, child_ids, dtype, return_coupling)
+    return Call(poses, weight.to(compute), activations, vote_offset, mask, child_ids, dtype, return_coupling, windows)
 
 
 def check_iterations(iterations: int) -> None:
@@ -212,19 +232,25 @@ def _couple_windows(logits: Tensor, mask: Tensor | None, child_ids: Tensor, leak
     return shares.unflatten(1, (windows, I)).flatten(0, 1)
 
 
-def _check_pair(poses: Tensor, weight: Tensor) -> None:
-    for name, tensor, letters in (("poses", poses, "[N, I, R, P]"), ("weight", weight, "[I or 1, J, P, Q]")):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+def _check_pair(poses: Tensor, weight: Tensor, windows: Windows | None) -> None:
+    kind = ("[N, I, R, P]", 4) if windows is None else ("[N, C, *spatial, R, P]", 4 + windows.axes)
+    for name, tensor, letters, dims in (("poses", poses, *kind), ("weight", weight, "[I or 1, J, P, Q]", 4)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             hint = "; a vector capsule is a pose of one row: poses.unsqueeze(-2)" if name == "poses" else ""
             raise ValueError(f"{name} must be a tensor {letters}, not {shape}{hint}")
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, not {tensor.dtype}: call .float() first")
+    I = poses.shape[1]
+    if windows is not None:
+        check_window("windows", poses.shape[2:-2], windows.kernel, windows.padding)
+        I *= math.prod(windows.kernel)
     children, _, columns, _ = weight.shape
-    if children not in (1, poses.shape[1]) or columns != poses.shape[3]:
+    if children not in (1, I) or columns != poses.shape[-1]:
         raise ValueError(
             f"weight {list(weight.shape)} transforms {children} input capsules of {columns} columns, "
-            f"but poses {list(poses.shape)} hold {poses.shape[1]} capsules of {poses.shape[3]} columns"
+            f"but poses {list(poses.shape)} hold {I} capsules of {poses.shape[-1]} columns"
+            f"{'' if windows is None else ' in a window'}"
         )
     if 0 in poses.shape[1:] or 0 in weight.shape:
         raise ValueError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchcaps.routing import _ops
-from torchcaps.routing._passes import Children, Detach, Round, uniform, uniform_share
+from torchcaps.routing._passes import Children, Detach, Round, uniform_share
 from torchcaps.routing._round import Call, Over
 
 __all__ = ["Plan", "Step", "run_rounds"]
@@ -68,6 +68,7 @@ def run_rounds(
     """(parents' poses, no coupling, state)."""
     v, V = _Rounds.apply(
         plan,
+        call.windows,
         call.poses,
         call.weight,
         call.mask,
@@ -81,33 +82,34 @@ def run_rounds(
 
 class _Rounds(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, poses, weight, mask, offset, prior, start, *extras):
-        ch = Children(poses, weight, mask, prior, offset, plan.leaky, plan.cosine, plan.over)
+    def forward(ctx: Any, plan: Plan, windows, poses, weight, mask, offset, prior, start, *extras):
+        ch = Children(poses, weight, mask, prior, offset, plan.leaky, plan.cosine, plan.over, windows)
         V, sums, lses = start, [], []
         for t in range(plan.iterations):
             if V is None and prior is None:
-                s, lse = uniform(ch), None
+                s, lse = _ops.uniform(plan.backend, ch), None
             else:
                 s, lse = _ops.forward(plan.backend, ch, _seen(plan, ch, V))
             sums.append(s)
             lses.append(lse)
             V, v = plan.step(s, V, t == plan.iterations - 1, extras)
-        ctx.plan, ctx.extras = plan, len(extras)
+        ctx.plan, ctx.windows, ctx.extras = plan, windows, len(extras)
         ctx.save_for_backward(poses, weight, mask, offset, prior, start, *extras, *sums, *lses)
         return (v, V.clone()) if v is V else (v, V)
 
     @staticmethod
     def backward(ctx: Any, dv: Tensor, dV: Tensor):
-        plan, T = ctx.plan, ctx.plan.iterations
+        plan, windows, T = ctx.plan, ctx.windows, ctx.plan.iterations
         poses, weight, mask, offset, prior, start, *rest = ctx.saved_tensors
         extras, rest = tuple(rest[: ctx.extras]), rest[ctx.extras :]
         sums, lses = rest[:T], rest[T:]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a derivative of this derivative is wanted
             return (
                 None,
-                *_through_equations(plan, poses, weight, mask, offset, prior, start, extras, dv, dV),
+                None,
+                *_through_equations(plan, windows, poses, weight, mask, offset, prior, start, extras, dv, dV),
             )
-        ch = Children(poses, weight, mask, prior, offset, plan.leaky, plan.cosine, plan.over)
+        ch = Children(poses, weight, mask, prior, offset, plan.leaky, plan.cosine, plan.over, windows)
         states = [start]
         for t in range(T - 1):
             states.append(plan.step(sums[t], states[t], False, extras)[0])
@@ -130,6 +132,7 @@ class _Rounds(torch.autograd.Function):
         g = _ops.backward_full(plan.backend, ch, scored, base, plan.detach)
         return (
             None,
+            None,
             g.poses,
             g.weight,
             None,
@@ -143,14 +146,13 @@ class _Rounds(torch.autograd.Function):
 def _seen(plan: Plan, ch: Children, V: Tensor | None) -> Tensor:
     """The state as votes agree with it; a first round with a prior and no state agrees with nothing."""
     if V is None:
-        (N, _, R, _), (_, J, _, Q) = ch.poses.shape, ch.weight.shape
-        return ch.poses.new_zeros(N, J, R, Q)
+        return ch.poses.new_zeros(ch.parents)
     return V * plan.step.scale
 
 
-def _through_equations(plan: Plan, poses, weight, mask, offset, prior, start, extras, dv, dV):
+def _through_equations(plan: Plan, windows, poses, weight, mask, offset, prior, start, extras, dv, dV):
     """The same gradients as a differentiable function of everything."""
-    call = Call(poses, weight, None, offset, mask, None, poses.dtype, False)
+    call = Call(poses, weight, None, offset, mask, None, poses.dtype, False, windows)
     v, _, V = plan.equations(call, prior, start, extras)
     inputs = (poses, weight, mask, offset, prior, start, *extras)
     wanted = [x for x in inputs if x is not None and x.requires_grad]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from torchcaps.routing._round import Backend
+from torchcaps.routing._windows import Windows
 from torchcaps.types import Routed
 
 __all__ = ["Rule"]
@@ -26,6 +27,9 @@ class Rule(ABC):
 
     needs_activations: ClassVar[bool] = False
     """Whether children must bring activations. Where not, they are ignored: the pose's length speaks."""
+
+    reads_maps: ClassVar[bool] = False
+    """Whether the function takes `windows`: a map whose windows are its examples. Where not, layers unfold the map."""
 
     @property
     @abstractmethod
@@ -55,6 +59,7 @@ class Rule(ABC):
         mask: Tensor | None = None,
         start: Any = None,
         child_ids: Tensor | None = None,
+        windows: Windows | None = None,
         backend: Backend = "auto",
         return_coupling: bool | Literal["all"] = False,
         **learned: Tensor,
@@ -65,6 +70,8 @@ class Rule(ABC):
             for field in dataclasses.fields(self)
             if not field.name.startswith("learn_")
         }
+        if windows is not None:
+            settings["windows"] = windows
         return type(self).function(
             poses,
             weight,

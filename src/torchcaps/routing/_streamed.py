@@ -8,7 +8,7 @@ the weight with the parents' side and forms none. Nothing of size N x I x J outl
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ TILE_NUMBERS = 2**18
 
 def forward(ch: Children, V: Tensor) -> tuple[Tensor, Tensor | None]:
     """See `Passes`."""
+    ch = ch.unfolded()
     s = torch.empty_like(V)
     lse = V.new_zeros(V.shape[:2]) if ch.over == "children" else None
     for slab in slabs(ch):
@@ -59,6 +60,7 @@ def _over_children(slab: "Slab", V: Tensor) -> tuple[Tensor, Tensor]:
 
 def backward_state(ch: Children, r: Round) -> Tensor:
     """See `Passes`."""
+    ch = ch.unfolded()
     dV = torch.empty_like(r.V)
     for slab in slabs(ch):
         V, ds, over_children = slab.lay(r.V), slab.lay(r.ds), slab.over_children(r)
@@ -77,6 +79,9 @@ def _total(parts: Iterator[Tensor]) -> Tensor:
 
 def backward_full(ch: Children, rounds: list[Round], base: Tensor | None, detach: Detach = "none") -> Gradients:
     """See `Passes`."""
+    if ch.windows is not None:
+        g = backward_full(ch.unfolded(), rounds, base, detach)
+        return replace(g, poses=ch.windows.fold(g.poses, ch.poses.shape[2:-2]))
     votes_see_slopes = detach == "none"
     out = Gradients(
         torch.zeros_like(ch.poses),

@@ -6,11 +6,21 @@ the second is refused by `choose`.
 
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchcaps.routing._passes import Children, Detach, Gradients, Round
+from torchcaps.routing._passes import (
+    Children,
+    Detach,
+    Gradients,
+    Round,
+    by_window,
+    flat,
+    flat_gradient,
+    uniform_gradients,
+)
 
 __all__ = ["TritonPasses", "why_not"]
 
@@ -27,40 +37,42 @@ class TritonPasses:
     """See `Passes`."""
 
     def forward(self, ch: Children, V: Tensor) -> tuple[Tensor, None]:
-        s: Tensor = _kernels().forward_pass(
-            ch.poses, ch.weight, V, mask=ch.mask, prior=ch.prior, leaky=ch.leaky, cosine=ch.cosine
-        )
-        return s, None
+        ch = flat(ch)
+        s: Tensor = _kernels().forward_pass(ch.poses, ch.weight, by_window(ch, V), **_settings(ch))
+        return s.view(V.shape), None
 
     def backward_state(self, ch: Children, r: Round) -> Tensor:
-        dV: Tensor = _kernels().backward_state(
-            ch.poses, ch.weight, r.V, r.ds, mask=ch.mask, prior=ch.prior, leaky=ch.leaky, cosine=ch.cosine
-        )
-        return dV
+        ch = flat(ch)
+        V, ds = by_window(ch, r.V), by_window(ch, r.ds)
+        dV: Tensor = _kernels().backward_state(ch.poses, ch.weight, V, ds, **_settings(ch))
+        return dV.view(r.V.shape)
 
     def backward_full(
         self, ch: Children, rounds: list[Round], base: Tensor | None, detach: Detach = "none"
     ) -> Gradients:
+        if not rounds:  # a single uniform round
+            assert base is not None
+            return Gradients(*uniform_gradients(ch, base), None, None)
+        laid = flat(ch)
         if rounds:
-            poses, weight, _, prior = _kernels().backward_full(
-                ch.poses, ch.weight, torch.stack([r.V for r in rounds]), torch.stack([r.ds for r in rounds]),
-                mask=ch.mask, prior=ch.prior, leaky=ch.leaky, cosine=ch.cosine,
-            )  # fmt: skip
+            V, ds = (
+                by_window(laid, torch.stack([r.V for r in rounds])),
+                by_window(laid, torch.stack([r.ds for r in rounds])),
+            )
+            poses, weight, _, prior = _kernels().backward_full(laid.poses, laid.weight, V, ds, **_settings(laid))
         else:
-            poses, weight, prior = torch.zeros_like(ch.poses), torch.zeros_like(ch.weight), None
+            poses, weight, prior = torch.zeros_like(laid.poses), torch.zeros_like(laid.weight), None
         if base is not None:
-            _add_uniform(ch, base, poses, weight)
-        return Gradients(poses, weight, prior, None)
+            from_base = uniform_gradients(laid, base)
+            poses, weight = poses + from_base[0], weight + from_base[1]
+        return Gradients(flat_gradient(ch, poses), weight, prior, None)
 
 
-def _add_uniform(ch: Children, base: Tensor, poses: Tensor, weight: Tensor) -> None:
-    """Add what du_ij = base_j gives to the gradients of poses and weight; the door drops what masked poses get."""
-    if ch.weight.shape[0] == 1:
-        poses += torch.einsum("njrq,jpq->nrp", base, ch.weight[0])[:, None]
-        weight += torch.einsum("nrp,njrq->jpq", ch.poses.sum(1), base)
-    else:
-        poses += torch.einsum("njrq,ijpq->nirp", base, ch.weight)
-        weight += torch.einsum("nirp,njrq->ijpq", ch.poses, base)
+def _settings(ch: Children) -> dict[str, Any]:
+    settings: dict[str, Any] = {"mask": ch.mask, "prior": ch.prior, "leaky": ch.leaky, "cosine": ch.cosine}
+    if ch.windows is not None:
+        settings["window"] = _kernels().Window(ch.windows.kernel, ch.windows.stride, ch.windows.padding)
+    return settings
 
 
 def _kernels() -> ModuleType:

@@ -27,6 +27,7 @@ from torchcaps.routing._backends import choose, situation
 from torchcaps.routing._round import Backend, Call, check_iterations, couple, enter
 from torchcaps.routing._rounds import Plan, run_rounds
 from torchcaps.routing._rule import Rule
+from torchcaps.routing._windows import Windows
 from torchcaps.types import Routed
 
 __all__ = ["Attention", "attention"]
@@ -47,6 +48,7 @@ def attention(
     mask: Tensor | None = None,
     start: Tensor | None = None,
     child_ids: Tensor | None = None,
+    windows: Windows | None = None,
     backend: Backend = "auto",
     return_coupling: bool | Literal["all"] = False,
 ) -> Routed:
@@ -65,8 +67,11 @@ def attention(
     mask         `[N, I]`, True for a child that takes part; what a masked child holds changes nothing.
     start        parents' poses `[N, J, R, Q]` to start from (the `state` of an earlier call).
     child_ids    `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
+    windows      poses are then a map `[N, C, *spatial, R, P]`, mask too, and each window is an example of its own, its
+                 children in the order type, kernel row, kernel column: N counts windows in all other shapes.
     backend      "reference", the equations on all votes at once; "streamed", a tile of children at a time, without
-                 votes in memory; "triton", kernels for CUDA; "auto" picks by device and size.
+                 votes in memory; "native", compiled kernels for the CPU; "triton", kernels for CUDA; "auto" picks by
+                 device and size.
     return_coupling  True for the last round's coupling, "all" for every round's.
 
     Returns `Routed`: poses `[N, J, R, Q]`; no activations; coupling `[N, I, J]`, or `[T, N, I, J]` for "all"; state.
@@ -76,7 +81,7 @@ def attention(
     torch.Size([2, 3, 4, 4])
     """
     call = enter(
-        poses, weight, activations, vote_offset=vote_offset, mask=mask, child_ids=child_ids,
+        poses, weight, activations, vote_offset=vote_offset, mask=mask, child_ids=child_ids, windows=windows,
         iterations=iterations, backend=backend, return_coupling=return_coupling,
     )  # fmt: skip
     N, _, J, R, Q = call.sizes
@@ -106,6 +111,7 @@ def _reference(
     step: "AttentionStep",
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """The equations, line by line: the parents, every round's coupling, and p, the state, which is the parents too."""
+    call = call.unfolded()
     N, I, J, _, _ = call.sizes
     V = call.votes()
     rounds = []
@@ -147,12 +153,12 @@ class AttentionStep:
             dp = dp + dv
         if not self.norm:
             return dp, torch.zeros_like(dp), tuple(torch.zeros_like(g) for g in gains)
-        apart = s - s.mean((2, 3), keepdim=True)
-        per_sd = (apart.square().mean((2, 3), keepdim=True) + self.eps).rsqrt()
-        e = apart * per_sd
-        g = dp * gains[0] if gains else dp
-        ds = per_sd * (g - g.mean((2, 3), keepdim=True) - e * (g * e).mean((2, 3), keepdim=True))
-        return ds, torch.zeros_like(dp), ((dp * e).sum(0), dp.sum(0)) if gains else ()
+        gain, bias = gains or (None, None)
+        _, mean, per_sd = torch.native_layer_norm(s, s.shape[2:], gain, bias, self.eps)
+        ds, *dgains = torch.ops.aten.native_layer_norm_backward(
+            dp, s, s.shape[2:], mean, per_sd, gain, bias, [True, bool(gains), bool(gains)]
+        )
+        return ds, torch.zeros_like(dp), tuple(dgains) if gains else ()
 
 
 def _gain(name: str, value: Tensor | None, call: Call, default: float) -> Tensor:
@@ -174,6 +180,7 @@ class Attention(Rule):
     eps: float = 1e-5
 
     function: ClassVar[Callable[..., Routed]] = attention
+    reads_maps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_iterations(self.iterations)

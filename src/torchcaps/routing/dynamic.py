@@ -41,6 +41,7 @@ from torchcaps.routing._passes import Detach
 from torchcaps.routing._round import Backend, Call, Over, check_iterations, couple, enter
 from torchcaps.routing._rounds import Plan, run_rounds
 from torchcaps.routing._rule import Rule
+from torchcaps.routing._windows import Windows
 from torchcaps.squash import Sabour, Squash, check_squash, resolve, squash_backward
 from torchcaps.squash import squash as apply_squash
 from torchcaps.types import Routed
@@ -72,6 +73,7 @@ def dynamic(
     mask: Tensor | None = None,
     start: Tensor | None = None,
     child_ids: Tensor | None = None,
+    windows: Windows | None = None,
     backend: Backend = "auto",
     return_coupling: bool | Literal["all"] = False,
 ) -> Routed:
@@ -97,8 +99,11 @@ def dynamic(
     mask         `[N, I]`, True for a child that takes part; what a masked child holds changes nothing.
     start        the `state` of an earlier call, `[N, J, R, Q]`: the rounds go on from there.
     child_ids    `[windows, I]`: which child each entry of a window is; the parents of all windows compete for it.
+    windows      poses are then a map `[N, C, *spatial, R, P]`, mask too, and each window is an example of its own, its
+                 children in the order type, kernel row, kernel column: N counts windows in all other shapes.
     backend      "reference", the equations on all votes at once; "streamed", a tile of children at a time, without
-                 votes in memory; "triton", kernels for CUDA; "auto" picks by device and size.
+                 votes in memory; "native", compiled kernels for the CPU; "triton", kernels for CUDA; "auto" picks by
+                 device and size.
     return_coupling  True for the last round's coupling, "all" for every round's.
 
     Returns `Routed`: poses `[N, J, R, Q]`; no activations; coupling `[N, I, J]`, or `[T, N, I, J]` for "all"; state.
@@ -110,7 +115,7 @@ def dynamic(
     """
     _check_settings(agreement, normalize, leaky, detach, child_ids is not None)
     call = enter(
-        poses, weight, activations, vote_offset=vote_offset, mask=mask, child_ids=child_ids,
+        poses, weight, activations, vote_offset=vote_offset, mask=mask, child_ids=child_ids, windows=windows,
         iterations=iterations, backend=backend, return_coupling=return_coupling,
     )  # fmt: skip
     N, I, J, R, Q = call.sizes
@@ -154,6 +159,7 @@ def _reference(
     detach: Detach,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """The equations, line by line: the parents, every round's coupling, and V, the state."""
+    call = call.unfolded()
     N, I, J, _, _ = call.sizes
     u = call.votes()
     seen = u.detach() if detach == "all_but_last" else u  # the votes as all but the last sum sees them
@@ -192,8 +198,8 @@ class DynamicStep:
     def __call__(self, s: Tensor, V: Tensor | None, last: bool, bias: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """(the state after the round, the parents' poses)."""
         s = s + bias[0] if bias else s
-        heard = apply_squash(s, "normalize" if self.cosine else self.inner_squash)
-        v = apply_squash(s, self.squash if last else self.inner_squash)
+        heard = apply_squash(s, self._heard)
+        v = apply_squash(s, self.squash) if last and self.squash != self._heard else heard
         return heard if V is None or not self.accumulate else V + heard, v
 
     def backward(
@@ -207,14 +213,20 @@ class DynamicStep:
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Gradients of s, of the state before the round, and of the bias; `dv` counts in the last round alone."""
         s = s + bias[0] if bias else s
-        ds = squash_backward(s, dV, "normalize" if self.cosine else self.inner_squash)
-        if last:
+        same = self.squash == self._heard
+        ds = squash_backward(s, dV + dv if last and same else dV, self._heard)
+        if last and not same:
             ds = ds + squash_backward(s, dv, self.squash)
         return (
             ds,
             dV if self.accumulate else torch.zeros_like(dV),
             tuple(ds.sum(0) for _ in bias),
         )
+
+    @property
+    def _heard(self) -> Squash:
+        """How the next round hears the sums."""
+        return "normalize" if self.cosine else self.inner_squash
 
     @property
     def traceable(self) -> bool:
@@ -255,6 +267,7 @@ class Dynamic(Rule):
     learn_bias: bool = False
 
     function: ClassVar[Callable[..., Routed]] = dynamic
+    reads_maps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_iterations(self.iterations)

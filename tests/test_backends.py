@@ -1,0 +1,273 @@
+"""Which backend a call runs on, and that every one of them gives the equations' numbers, on lists and on maps."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchcaps import Capsules
+from torchcaps.kernels import native
+from torchcaps.layers import ConvCapsules
+from torchcaps.routing import EM, Attention, Dynamic, Windows, dynamic
+from torchcaps.routing._backends import LANES, WORTH_NATIVE, WORTH_STREAMING, Situation, choose
+from torchcaps.testing import assert_backends_agree
+
+here = pytest.mark.skipif(native.missing() is not None, reason=f"no CPU kernels: {native.missing()}")
+
+RULES = {
+    "sabour": Dynamic.sabour(),
+    "one round": Dynamic(iterations=1),
+    "hauser": Dynamic.hauser(),
+    "cosine": Dynamic(agreement="cosine", accumulate=False),
+    "prior, bias, leaky": Dynamic(leaky=True, learn_prior=True, learn_bias=True),
+    "attention": Attention(iterations=3),
+    "attention without norm": Attention(norm=False),
+}
+KNOWN = {name: rule for name, rule in RULES.items() if getattr(rule, "normalize", "parents") == "parents"}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The choice
+
+
+PLENTY = Situation(votes=WORTH_STREAMING, lanes=LANES)
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, "streamed"),
+        ({"votes": WORTH_STREAMING - 1}, "reference"),
+        ({"lanes": LANES - 1}, "reference"),
+        ({"native_cannot": None}, "native"),
+        ({"native_cannot": None, "votes": WORTH_NATIVE, "lanes": 1}, "native"),
+        ({"native_cannot": None, "votes": WORTH_NATIVE - 1}, "reference"),
+        ({"native_cannot": None, "triton_cannot": None}, "triton"),
+        ({"triton_cannot": None, "votes": 1, "lanes": 1}, "triton"),
+        *(
+            ({"native_cannot": None, "triton_cannot": None, what: True}, "reference")
+            for what in ("windows_compete", "coupling_wanted", "exporting", "transformed")
+        ),
+        ({"native_cannot": None, "compiling": True}, "native"),
+        ({"native_cannot": None, "compiling": True, "traceable": False}, "reference"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can(change, taken):
+    assert choose("auto", dataclasses.replace(PLENTY, **change)) == taken
+
+
+@pytest.mark.parametrize("backend", ["reference", "streamed", "native", "triton"])
+def test_a_named_backend_that_can_is_kept_whatever_the_size(backend):
+    able = Situation(votes=1, lanes=1, native_cannot=None, triton_cannot=None)
+    assert choose(backend, able) == backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "words"),
+    [
+        ("native", {"native_cannot": "is not there: no compiler"}, "is not there: no compiler"),
+        ("triton", {"triton_cannot": "runs on CUDA alone"}, "runs on CUDA alone"),
+        ("native", {"exporting": True}, "plain operators"),
+        ("streamed", {"windows_compete": True}, "child_ids"),
+        ("streamed", {"coupling_wanted": True}, "return_coupling"),
+    ],
+)
+def test_a_named_backend_that_cannot_says_why_and_what_to_take(backend, change, words):
+    with pytest.raises(ValueError, match=f"backend '{backend}' .*{words}.*: take backend='reference' or 'auto'"):
+        choose(backend, dataclasses.replace(PLENTY, **{"native_cannot": None, "triton_cannot": None} | change))
+
+
+@here
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda x, w: dynamic(x.double(), w.double(), backend="native"), "float32"),
+        (lambda x, w: dynamic(x, w, normalize="children", backend="native"), "shares over children"),
+        (lambda x, w: dynamic(x, w, detach="coupling", backend="native"), "stopped gradients"),
+        (lambda x, w: dynamic(x, w, vote_offset=torch.zeros(1, 1, 1, 4), backend="native"), "vote offsets"),
+        (lambda x, w: EM()(x, w, torch.ones(2, 6), backend="native"), "EM"),
+    ],
+)
+def test_the_cpu_kernels_say_what_they_cannot(make, words):
+    with pytest.raises(ValueError, match=words):
+        make(torch.randn(2, 6, 1, 3), torch.randn(6, 5, 3, 4))
+
+
+def test_where_the_library_is_absent_auto_goes_on_without_it_and_a_name_says_why(monkeypatch):
+    monkeypatch.setattr(native, "missing", lambda: "built without a C++ compiler")
+    poses, weight = torch.randn(30, 64, 1, 8), torch.randn(64, 10, 8, 16)
+    assert dynamic(poses, weight).poses.isfinite().all()
+    with pytest.raises(ValueError, match="backend 'native' is not there: built without a C\\+\\+ compiler"):
+        dynamic(poses, weight, backend="native")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The numbers, of lists
+
+
+@here
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_cpu_kernels_give_what_the_equations_give(name):
+    assert_backends_agree(KNOWN[name], ["native"], dtypes=[torch.float32, torch.bfloat16])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The numbers, of maps
+
+
+def on_a_map(rule, backend, dtype, spatial, windows, *, pose=((2, 3), (2, 2)), masked=False, seed=0):
+    """Parents, and gradients of the map, the weight and what is learned."""
+    torch.manual_seed(seed)
+    kernel, stride, padding = windows
+    layer = ConvCapsules(
+        3, 4, *pose, kernel_size=kernel, stride=stride, padding=padding, routing=rule, spatial_dims=len(spatial)
+    ).to(dtype)
+    for learned in layer.learned.values():
+        torch.nn.init.normal_(learned)
+    poses = torch.randn(2, 3, *spatial, *pose[0], dtype=dtype).requires_grad_()
+    mask = torch.rand(2, 3, *spatial) > 0.3 if masked else None
+    activations = torch.rand(2, 3, *spatial, dtype=dtype)
+    parents = layer.route(Capsules(poses, activations), mask, backend=backend).poses
+    found = torch.autograd.grad((parents * torch.randn(parents.shape, dtype=dtype)).sum(), [poses, *layer.parameters()])
+    return [parents, *found]
+
+
+MAPS = [
+    ((7,), (3, 2, 1)),
+    ((6, 5), (3, 2, 0)),
+    ((6, 5), ((2, 3), (1, 2), (1, 0))),
+    ((5, 5), (1, 3, 0)),
+    ((4, 4, 3), (2, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("spatial", "windows"), MAPS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", [*RULES, "em"])
+def test_windows_of_a_map_stream_as_if_they_were_laid_out(name, masked, spatial, windows):
+    rule = RULES.get(name, EM(final_lambda=0.5))
+    ours = on_a_map(rule, "streamed", torch.float64, spatial, windows, masked=masked)
+    theirs = on_a_map(rule, "reference", torch.float64, spatial, windows, masked=masked)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11 * max(1.0, b.abs().max().item()))
+
+
+def assert_no_worse(rule, backend, *sizes, **more):
+    """The backend's float32 error against float64 is at most twice the reference's own, plus a few eps of scale."""
+    exact = on_a_map(rule, "reference", torch.float64, *sizes, **more)
+    own = on_a_map(rule, "reference", torch.float32, *sizes, **more)
+    found = on_a_map(rule, backend, torch.float32, *sizes, **more)
+    for a, b, e in zip(found, own, exact, strict=True):
+        allowed = 2 * rms(b.double() - e) + 8 * torch.finfo(torch.float32).eps * rms(e)
+        assert rms(a.double() - e) <= allowed
+
+
+def rms(x):
+    return x.square().mean().sqrt().item()
+
+
+@here
+@pytest.mark.parametrize(("spatial", "windows"), MAPS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_cpu_kernels_read_windows_from_the_map(name, masked, spatial, windows, monkeypatch):
+    if len(spatial) < 3:  # volumes alone are laid out
+        monkeypatch.setattr(Windows, "unfold", None)
+        exact = on_a_map(KNOWN[name], "native", torch.float32, spatial, windows, masked=masked)
+        assert all(x.isfinite().all() for x in exact)
+        monkeypatch.undo()
+    assert_no_worse(KNOWN[name], "native", spatial, windows, masked=masked)
+
+
+@pytest.mark.parametrize(
+    ("name", "spatial", "windows"), [("prior, bias, leaky", *MAPS[0]), ("attention", (4, 3), (3, 1, 1))]
+)
+def test_the_triton_kernels_read_windows_from_the_map(name, spatial, windows):
+    pytest.importorskip("triton", reason="PyTorch for the CPU alone does not bring Triton")
+    assert_no_worse(RULES[name], "triton", spatial, windows, masked=True)
+
+
+@here
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2)),
+    st.sampled_from([((4, 4), (4, 4)), ((1, 8), (1, 16)), ((2, 3), (2, 5)), ((3, 1), (3, 1))]),
+    st.sampled_from(sorted(KNOWN)),
+    st.booleans(),
+    st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_no_map_and_no_window_makes_a_difference(spatial, windows, pose, name, masked, seed):
+    kernel, _, padding = windows
+    if min(spatial) + 2 * padding >= kernel:
+        assert_no_worse(KNOWN[name], "native", spatial, windows, pose=pose, masked=masked, seed=seed)
+
+
+@pytest.mark.parametrize(("spatial", "windows"), MAPS)
+def test_folding_is_the_adjoint_of_unfolding(spatial, windows):
+    view = Windows(*(tuple([n] * len(spatial)) if isinstance(n, int) else n for n in windows))
+    x = torch.randn(2, 3, *spatial, 4, dtype=torch.float64)
+    laid = view.unfold(x)
+    y = torch.randn_like(laid)
+    torch.testing.assert_close((laid * y).sum(), (x * view.fold(y, spatial)).sum())
+
+
+def test_a_convolution_saves_neither_votes_nor_windows():
+    layer = ConvCapsules(4, 5, 3, 6, kernel_size=3, routing=Attention(iterations=3))
+    poses = torch.randn(2, 4, 9, 9, 1, 3, requires_grad=True)
+    for backend in ["streamed"] if native.missing() else ["streamed", "native"]:
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=saved: s.append(x) or x, lambda x: x):
+            layer.route(Capsules(poses), backend=backend)
+        assert saved
+        assert max(x.numel() for x in saved) <= max(poses.numel(), layer.weight.numel(), 2 * 49 * 5 * 6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "streamed", "native"])
+def test_a_map_without_examples_gives_parents_of_none(backend):
+    if backend == "native" and native.missing():
+        pytest.skip(str(native.missing()))
+    layer = ConvCapsules(2, 3, 4, 4, kernel_size=2, routing=Dynamic())
+    poses = torch.randn(0, 2, 5, 5, 1, 4, requires_grad=True)
+    parents = layer.route(Capsules(poses), backend=backend).poses
+    assert parents.shape == (0, 3, 4, 4, 1, 4)
+    assert torch.autograd.grad(parents.sum(), poses)[0].shape == poses.shape
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, w, v: dynamic(x[:, :, 0], w, windows=v), r"poses must be a tensor \[N, C, \*spatial, R, P\]"),
+        (lambda x, w, v: dynamic(x, w[:6], windows=v), "6 input capsules .* hold 12 capsules of 3 columns in a window"),
+        (lambda x, w, v: dynamic(x[:, :, :1], w, windows=v), "does not fit a map of 1 x 4"),
+        (lambda x, w, v: dynamic(x, w, windows=v, mask=torch.ones(2, 12, dtype=torch.bool)), r"need \[2, 3, 4, 4\]"),
+        (lambda x, w, v: dynamic(x, w, windows=v, start=torch.zeros(2, 5, 1, 6)), r"must be \[18, 5, 1, 6\]"),
+        (lambda x, w, v: dynamic(x, w, windows=v, child_ids=torch.zeros(9, 12, dtype=torch.long)), "leave one"),
+    ],
+)
+def test_what_does_not_fit_a_map_is_said_at_the_door(call, words):
+    poses, weight = torch.randn(2, 3, 4, 4, 1, 3), torch.randn(12, 5, 3, 6)
+    with pytest.raises(ValueError, match=words):
+        call(poses, weight, Windows((2, 2), (1, 1), (0, 0)))
+
+
+def test_rounds_on_a_map_can_be_run_one_at_a_time():
+    poses, weight = torch.randn(2, 3, 4, 4, 1, 3), torch.randn(12, 5, 3, 6)
+    view = Windows((2, 2), (1, 1), (0, 0))
+    state = None
+    for _ in range(3):
+        one = dynamic(poses, weight, iterations=1, windows=view, start=state)
+        state = one.state
+    torch.testing.assert_close(one.poses, dynamic(poses, weight, windows=view).poses)
+
+
+def test_every_combination_of_backends_learns_the_same_step():
+    """A layer may run forward on one backend for training and on another for inference."""
+    layer = ConvCapsules(3, 4, (4, 4), (4, 4), kernel_size=3, stride=2, routing=Attention())
+    poses = torch.randn(2, 3, 9, 9, 4, 4)
+    kinds = ["reference", "streamed", *([] if native.missing() else ["native"])]
+    for a, b in itertools.combinations(kinds, 2):
+        ours, theirs = (layer.route(Capsules(poses), backend=k).poses for k in (a, b))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
