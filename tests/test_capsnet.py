@@ -6,7 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchcaps import Capsules, squash
 from torchcaps.layers import ConvDecoder
 from torchcaps.losses import ReconstructionLoss, margin_loss
-from torchcaps.models import CapsNet, Output, create_model, list_models
+from torchcaps.models import CapsNet, Output
 from torchcaps.routing import EM, Attention, Dynamic, Rule, dynamic
 
 RULES: dict[str, Rule] = {
@@ -692,39 +692,6 @@ def test_a_stored_model_of_another_size_is_torchs_own_error() -> None:
 
 def test_a_batch_of_none_gives_scores_of_none() -> None:
     assert small()(images(0)).shape == (0, 3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models by name
-
-
-def test_every_listed_model_is_made_by_its_name() -> None:
-    assert "capsnet" in list_models()
-    assert list_models() == sorted(list_models())
-    for name in list_models():
-        model = create_model(name, num_classes=4, in_chans=3, image_size=(20, 30), stem_channels=4, hidden=(4,))
-        assert model(torch.rand(1, 3, 20, 30)).shape == (1, 4)
-
-
-def test_names_are_listed_by_pattern() -> None:
-    assert list_models("caps*") == ["capsnet"]
-    assert list_models("resnet*") == []
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: create_model("capsnett"), "no model 'capsnett': did you mean capsnet"),
-        (lambda: create_model("zzz"), "did you mean capsnet"),
-        (lambda: create_model(None), r"a model's name is a string, not None: list_models\(\) names them all"),
-        (lambda: create_model(["capsnet"]), r"a model's name is a string"),
-        (lambda: list_models(None), "filter must be a pattern such as 'caps\\*', .* not None"),
-        (lambda: create_model("capsnet", pretrained=True), "no pretrained weights for 'capsnet': .*: none yet"),
-    ],
-)
-def test_a_name_or_weights_that_are_not_there_are_a_clear_error(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_capsules_can_be_changed_before_they_are_drawn() -> None:

@@ -29,21 +29,19 @@ capsules (`scores`):
 The last is that of Tsai et al. 2020: behind a LayerNorm all lengths are nearly equal, and say nothing.
 """
 
-from collections.abc import Iterable, Sequence
-from copy import deepcopy
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from torchcaps.layers import FullyConnectedCapsules, MaskedDecoder, PrimaryCapsules
+from torchcaps.layers._layer import positive
+from torchcaps.models._model import Output, Scores, by, check_images, map_of, pair, presence, probabilities
 from torchcaps.routing import Attention, Dynamic, Rule
-from torchcaps.types import Capsules, Pose, pose_shape, value_range, whole
+from torchcaps.types import Capsules, Pose, pose_shape
 
 __all__ = ["CapsNet", "Output", "Scores"]
-
-Scores = Literal["lengths", "activations", "logits"]
 
 LARGEST_MAP = 32
 """Positions per axis that the stem leaves at most, where the stride is not given."""
@@ -60,19 +58,6 @@ _PRIMARY: dict[str, dict[str, Any]] = {
     "activations": {"squash": "identity"},
     "logits": {"squash": "identity", "norm": True},
 }
-
-
-class Output(NamedTuple):
-    """What a model gives to those who bring labels.
-
-    scores          `[N, classes]`, the same as without labels.
-    reconstruction  `[N, C, H, W]` in 0..1, or None without a decoder.
-    capsules        the class capsules, poses `[N, classes, R, Q]`.
-    """
-
-    scores: Tensor
-    reconstruction: Tensor | None
-    capsules: Capsules
 
 
 class CapsNet(nn.Module):
@@ -133,9 +118,12 @@ class CapsNet(nn.Module):
         class_pose: Pose = 16,
     ) -> None:
         super().__init__()
-        in_chans, num_classes = _whole("in_chans", in_chans, 1), _whole("num_classes", num_classes, 1)
-        stem_channels = _whole("stem_channels", stem_channels, 1)
-        primary_types = _whole("primary_types", primary_types, 1)
+        in_chans, num_classes = (
+            positive("CapsNet", "in_chans", in_chans),
+            positive("CapsNet", "num_classes", num_classes),
+        )
+        stem_channels = positive("CapsNet", "stem_channels", stem_channels)
+        primary_types = positive("CapsNet", "primary_types", primary_types)
         if not isinstance(routing, Rule):
             raise ValueError(f"CapsNet: routing must be a rule such as routing=Dynamic.sabour(), not {routing!r}")
         if scores not in (None, *_PRIMARY):
@@ -150,25 +138,26 @@ class CapsNet(nn.Module):
                 "function can be called in the forward of a module"
             )
         self.in_chans, self.num_classes = in_chans, num_classes
-        self.image_size = _pair("image_size", image_size, 1)
+        self.image_size = pair("CapsNet", "image_size", image_size, 1)
         self.scores: Scores = _scores_of(routing) if scores is None else scores
-        image, primary_kernel = self.image_size, _pair("primary_kernel_size", primary_kernel_size, 1)
+        image, primary_kernel = self.image_size, pair("CapsNet", "primary_kernel_size", primary_kernel_size, 1)
         if stem is None:
             conv, positions = _first_convolution(
-                in_chans, stem_channels, image, _pair("kernel_size", kernel_size, 1),
-                None if stem_stride is None else _pair("stem_stride", stem_stride, 1),
-                _pair("stem_padding", stem_padding, 0), primary_kernel,
+                in_chans, stem_channels, image, pair("CapsNet", "kernel_size", kernel_size, 1),
+                None if stem_stride is None else pair("CapsNet", "stem_stride", stem_stride, 1),
+                pair("CapsNet", "stem_padding", stem_padding, 0), primary_kernel,
             )  # fmt: skip
             stem, channels = nn.Sequential(conv, nn.ReLU()), stem_channels
         else:
-            channels, *positions = _map_of(stem, (in_chans, *image))
+            channels, (height, width) = map_of("CapsNet", "stem", stem, (in_chans, *image))
+            positions = [height, width]
             if any(n < k for n, k in zip(positions, primary_kernel, strict=True)):
                 raise ValueError(
-                    f"CapsNet: the stem makes a map of {_by(positions)} of an image of {_by(image)}, but the primary "
-                    f"capsules' kernel of {_by(primary_kernel)} needs a map of that size at least: give a smaller "
+                    f"CapsNet: the stem makes a map of {by(positions)} of an image of {by(image)}, but the primary "
+                    f"capsules' kernel of {by(primary_kernel)} needs a map of that size at least: give a smaller "
                     "primary_kernel_size, or a stem that leaves more"
                 )
-        places = _windows(positions, primary_kernel, _pair("primary_stride", primary_stride, 1))
+        places = _windows(positions, primary_kernel, pair("CapsNet", "primary_stride", primary_stride, 1))
         self.stem = stem
         self.primary = PrimaryCapsules(
             channels, primary_types, primary_pose, primary_kernel_size, primary_stride,
@@ -195,14 +184,18 @@ class CapsNet(nn.Module):
         scores = self._score(capsules)
         if labels is None:
             return scores
-        keep = self._presence(scores, labels)
+        keep = presence(scores, labels)
         if self.decoder is None:
             return Output(scores, None, capsules)
         return Output(scores, self.decoder(capsules.poses, keep if self.training else _highest(scores)), capsules)
 
     def capsules(self, x: Tensor) -> Capsules:
         """The class capsules of images `[N, in_chans, H, W]`, poses `[N, num_classes, R, Q]`."""
-        self._check(x)
+        way_out = (
+            "every place has weights of its own, so give in_chans and image_size as the images have them, or resize "
+            "the images; layers.SharedCapsules in the place of class_caps hears images of any size"
+        )
+        check_images(type(self).__name__, x, self.in_chans, size=self.image_size, way_out=way_out)
         parents: Capsules = self.class_caps(self.primary(self.stem(x)))
         return parents
 
@@ -215,9 +208,7 @@ class CapsNet(nn.Module):
         if self.decoder is None:
             raise ValueError("this CapsNet has no decoder to reconstruct with: build it with decoder=True")
         scores = self._score(capsules)
-        image: Tensor = self.decoder(
-            capsules.poses, _highest(scores) if labels is None else self._presence(scores, labels)
-        )
+        image: Tensor = self.decoder(capsules.poses, _highest(scores) if labels is None else presence(scores, labels))
         return image
 
     def probabilities(self, scores: Tensor, *, multi_label: bool = False) -> Tensor:
@@ -237,15 +228,7 @@ class CapsNet(nn.Module):
         >>> CapsNet(num_classes=3, decoder=False).probabilities(torch.tensor([[0.9, 0.1, 0.1]]))
         tensor([[0.9759, 0.0120, 0.0120]])
         """
-        if self.scores == "logits":
-            return scores.sigmoid() if multi_label else scores.softmax(-1)
-        if multi_label:
-            return scores.clamp(0, 1)
-        p = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        info = torch.finfo(p.dtype)
-        # rounding may carry a length a little above 1: the odds stay finite and in order; all zeros share evenly
-        odds = p / (1 + 8 * info.eps - p.clamp(max=1 + 7 * info.eps)) + info.tiny
-        return (odds / odds.sum(-1, keepdim=True)).to(scores.dtype)
+        return probabilities(scores, self.scores, multi_label)
 
     def _score(self, capsules: Capsules) -> Tensor:
         if self.readout is not None:
@@ -256,40 +239,6 @@ class CapsNet(nn.Module):
         if capsules.activations is None:
             raise ValueError(f"CapsNet was given {_NO_ACTIVATIONS}")
         return capsules.activations
-
-    def _check(self, x: Tensor) -> None:
-        C, (H, W) = self.in_chans, self.image_size
-        if not isinstance(x, Tensor):
-            raise ValueError(f"CapsNet takes a tensor of images, not {type(x).__name__}: give torch.as_tensor(x)")
-        if x.dim() != 4 or tuple(x.shape[1:]) != (C, H, W):
-            hint = "; one image is a batch of one: x.unsqueeze(0)" if tuple(x.shape) == (C, H, W) else ""
-            raise ValueError(
-                f"CapsNet was built for images [N, {C}, {H}, {W}], not {list(x.shape)}{hint}: every place has weights "
-                "of its own, so give in_chans and image_size as the images have them, or resize the images; "
-                "layers.SharedCapsules in the place of class_caps hears images of any size"
-            )
-        if not x.is_floating_point():
-            raise ValueError(f"CapsNet takes floating-point images, not {x.dtype}: for bytes give x / 255")
-
-    def _presence(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Labels of either form as `[N, num_classes]`, 1 where a class is present."""
-        N, K = scores.shape
-        if not isinstance(labels, Tensor):
-            raise ValueError(f"labels must be a tensor, not {type(labels).__name__}: give torch.as_tensor(labels)")
-        presence = tuple(labels.shape) == (N, K)
-        indices = tuple(labels.shape) == (N,) and not (labels.is_floating_point() or labels.dtype == torch.bool)
-        if labels.is_complex() or not (presence or indices):
-            raise ValueError(
-                f"labels {list(labels.shape)} of {labels.dtype} do not fit scores [{N}, {K}]: "
-                f"give class indices [{N}] of torch.long, or presence [{N}, {K}] in 0..1"
-            )
-        values = value_range(labels)
-        if values is not None and not (values[0] >= 0 and values[1] <= (1 if presence else K - 1)):
-            allowed = "presence is 0 to 1" if presence else f"the model has {K} classes: 0 to {K - 1}"
-            raise ValueError(f"labels hold {values[0]} to {values[1]}, but {allowed}")
-        if presence:
-            return labels.to(scores.dtype)
-        return torch.zeros_like(scores).scatter(1, labels.long()[:, None], 1.0)
 
 
 def _scores_of(routing: Rule) -> Scores:
@@ -337,15 +286,15 @@ def _first_convolution(
             max(1, (n - 1) * s + k - 2 * p) for n, s, k, p in zip(primary_kernel, steps, kernel, padding, strict=True)
         ]
         if min(room) < 0:
-            where = f"the stem's kernel of {_by(kernel)} does not fit an image of {_by(image)}"
+            where = f"the stem's kernel of {by(kernel)} does not fit an image of {by(image)}"
         else:
             where = (
-                f"the stem makes a map of {_by(reached)} of an image of {_by(image)}, and the primary capsules' kernel "
-                f"of {_by(primary_kernel)} does not fit it"
+                f"the stem makes a map of {by(reached)} of an image of {by(image)}, and the primary capsules' kernel "
+                f"of {by(primary_kernel)} does not fit it"
             )
         raise ValueError(
             f"CapsNet: {where}: the smallest image for these kernels{'' if given else ' at stem_stride=1'} is "
-            f"{_by(least)}; for smaller ones give a smaller kernel_size and primary_kernel_size (3 and 3 for 8 x 8 "
+            f"{by(least)}; for smaller ones give a smaller kernel_size and primary_kernel_size (3 and 3 for 8 x 8 "
             "pixels), or stem_padding"
         )
     return nn.Conv2d(in_channels, channels, kernel, steps, padding), reached
@@ -363,47 +312,3 @@ def _stride_and_kernel(size: int, kernel: int, primary_kernel: int) -> tuple[int
 def _windows(sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int]) -> list[int]:
     """How many windows fit, per axis."""
     return [(n - k) // s + 1 for n, k, s in zip(sizes, kernel, stride, strict=True)]
-
-
-def _map_of(stem: nn.Module, image: tuple[int, int, int]) -> list[int]:
-    """[channels, height, width] that a stem makes of an image, without calculating a number."""
-    if any(map(is_lazy, stem.parameters())):
-        raise ValueError(
-            "CapsNet: the stem has parameters without a size: show it an image before, "
-            f"stem(torch.rand{(1, *image)}), or build it for {image[0]} channels"
-        )
-    try:
-        on_meta = deepcopy(stem).to("meta").eval()
-        dtype = next((p.dtype for p in stem.parameters() if p.is_floating_point()), None)
-        with torch.no_grad():
-            x = on_meta(torch.empty(1, *image, device="meta", dtype=dtype))
-    except Exception as error:
-        raise ValueError(
-            f"CapsNet: the stem does not take an image {[1, *image]}: {error}: build it for {image[0]} channels, or "
-            "give the in_chans and image_size that it takes"
-        ) from error
-    if not isinstance(x, Tensor) or x.dim() != 4:
-        what = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"CapsNet: the stem must make a map [N, channels, height, width] of an image, not {what}")
-    return list(x.shape[1:])
-
-
-def _whole(name: str, value: int, least: int) -> int:
-    number = whole(value)
-    if number is None or number < least:
-        raise ValueError(f"CapsNet: {name} must be a whole number of {least} or more, not {value!r}")
-    return number
-
-
-def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
-    """(height, width) from one number for both, or one each."""
-    pair: Sequence[Any] = (value, value)
-    if whole(value) is None and isinstance(value, Iterable):
-        pair = tuple(value)
-    if len(pair) != 2:
-        raise ValueError(f"CapsNet: {name} must be one number, or two, (height, width), not {value!r}")
-    return _whole(name, pair[0], least), _whole(name, pair[1], least)
-
-
-def _by(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes))
