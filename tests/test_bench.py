@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from torchcaps import bench
+from torchcaps.bench import command, layers, report, steps
 
 SMALL = {
     "fc": dataclasses.replace(bench.WORKLOADS["fc"], N=2, I=6, J=3),
@@ -20,7 +21,7 @@ def test_every_form_of_a_workload_gives_the_same_parents(name):
     torch.manual_seed(0)
     workload = SMALL[name]
     route, inputs = workload.make()
-    found = {f: bench._call(workload, route, f, "cpu")(*inputs) for f in ("reference", "streamed", "auto", "tutorial")}
+    found = {f: layers._call(workload, route, f, "cpu")(*inputs) for f in ("reference", "streamed", "auto", "tutorial")}
     for form, parents in found.items():
         parents = (
             parents.reshape(workload.N, -1, workload.J, workload.R, workload.Q).movedim(1, 2)
@@ -35,16 +36,38 @@ def test_measuring_gives_a_line_for_each_form(name):
     rows = bench.measure(SMALL[name], ["reference", "streamed", "uniform"], repeats=1)
     assert [r.form for r in rows] == ["reference", "streamed", "uniform"]
     assert all(0 < r.forward < float("inf") and 0 < r.both < float("inf") for r in rows)
-    text = "\n".join(bench.table(rows, {(name, SMALL[name].N): SMALL[name].floor(1e9)}))
+    text = "\n".join(report.table(rows, {(name, SMALL[name].N): SMALL[name].floor(1e9)}))
     assert "streamed" in text
     assert "floor" in text
 
 
 def test_the_command_writes_its_record_and_its_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "WORKLOADS", SMALL)
+    monkeypatch.setattr(command, "WORKLOADS", SMALL)
     record, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     bench.main(["--workload", "fc", "--batch", "1", "2", "--repeats", "1", "--form", "reference", "streamed",
                 "--json", str(record), "--plot", str(picture)])  # fmt: skip
     assert "auto takes reference" in capsys.readouterr().out
     assert {row["batch"] for row in json.loads(record.read_text())["rows"]} == {1, 2}
+    assert picture.stat().st_size > 1000
+
+
+def test_a_step_is_measured_beside_the_same_step_with_routing_off(monkeypatch, capsys):
+    monkeypatch.setattr(steps, "STEPS", {"capsnet": steps.STEPS["capsnet"]})
+    found = bench.measure_steps(["capsnet"], batch=1, repeats=1)
+    assert [s.form for s in found] == ["reference", "auto", "uniform"]
+    assert all(s.seconds > 0 and s.saved > 0 for s in found)
+    assert "uniform" in "\n".join(report.step_table(found))
+
+
+def test_the_network_of_inverted_attention_is_measured_beside_its_primary_capsules():
+    whole, below = bench.measure_steps(["attention"], batch=1, repeats=1)
+    assert (whole.form, below.form) == ("auto", "primary")
+    assert 0 < below.saved < whole.saved
+
+
+def test_growth_is_measured_one_size_at_a_time(tmp_path, capsys):
+    picture = tmp_path / "growth.png"
+    bench.main(["--scaling", "--batch", "2", "4", "--repeats", "1", "--form", "streamed", "--plot", str(picture)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "=" in line]
+    assert [line.split(" ")[0] for line in lines] == ["N", "N", "I", "I", "J", "J"]
     assert picture.stat().st_size > 1000
