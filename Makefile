@@ -28,7 +28,7 @@ types: $(VENV)/.installed-dev
 # .installed-EXTRA says that the package stands in .venv with that extra, as pyproject.toml has it. It starts out as
 # .unfinished and gets its name when all is done: a .venv whose making was killed still holds .unfinished, and is made anew.
 # Where pip itself gave up (no network, say; exit codes up to 128) nothing is half-done, and the next try goes on from there.
-$(VENV)/.installed-%: pyproject.toml
+$(VENV)/.installed-%: pyproject.toml $(wildcard native/CMakeLists.txt native/csrc/*)
 	@if test -e $(VENV)/.unfinished || ! $(RUN) -m pip --version >/dev/null 2>&1; then \
 		rm -rf $(VENV) && mkdir $(VENV) && touch $(VENV)/.unfinished && $(PYTHON) -m venv $(VENV); fi
 	@touch $(VENV)/.unfinished

@@ -20,8 +20,8 @@ FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
 
 # What the extras bring, by import name.
 TRAINING = {"jsonargparse", "pytorch_lightning", "rich", "tensorboard", "timm", "torchmetrics", "torchvision"}
-TRAINING |= {"huggingface_hub", "matplotlib", "safetensors", "sklearn"}
-EXTRAS = {*TRAINING, "gradio", "onnx", "onnxruntime", "onnxscript", "numpy"}
+TRAINING |= {"PIL", "huggingface_hub", "matplotlib", "safetensors", "sklearn", "webdataset"}
+EXTRAS = {*TRAINING, "gradio", "onnx", "onnxruntime", "onnxscript", "numpy", "scipy"}
 
 
 class May(NamedTuple):
@@ -42,9 +42,10 @@ MAY = {
     "energy": May({"types", "squash", "routing", "layers"}),
     "losses": May({"types"}),
     "testing": May({"types", "routing", "layers"}),
-    "bench": May({"types", "routing", "layers", "models", "losses"}, {"matplotlib"}),
+    "bench": May({"types", "kernels", "routing", "layers", "models", "losses"}, {"matplotlib"}),
     "torchcaps": May({"types", "squash", "routing", "layers", "models", "energy", "losses"}),
-    "data": May(set(), {"numpy", "pytorch_lightning", "torchvision"}),
+    # filelock comes with torch
+    "data": May(set(), {"PIL", "filelock", "numpy", "pytorch_lightning", "sklearn", "torchvision", "webdataset"}),
     "training": May({"types", "losses"}, {"numpy", "pytorch_lightning", "torchmetrics"}),
     "explain": May({"types", "routing"}, {"matplotlib", "numpy"}),
 }

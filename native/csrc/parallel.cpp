@@ -113,7 +113,7 @@ constexpr std::size_t ALIGNMENT = 64;
 constexpr std::size_t KEEP = std::size_t{16} << 20;  // scratch beyond this goes back after the task
 
 void* aligned(std::size_t bytes) {
-    bytes = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + ALIGNMENT;
+    bytes = std::max((bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, ALIGNMENT);
 #ifdef _WIN32
     void* memory = _aligned_malloc(bytes, ALIGNMENT);
 #else
@@ -134,7 +134,12 @@ void release(void* memory) {
 struct Kept {
     void* memory = nullptr;
     std::size_t bytes = 0;
-    ~Kept() { release(memory); }
+    void drop() {
+        release(memory);
+        memory = nullptr;
+        bytes = 0;
+    }
+    ~Kept() { drop(); }
 };
 thread_local Kept kept;
 
@@ -154,24 +159,30 @@ void run_tasks(int64_t tasks, int threads, Task body, void* context) {
 Buffer::Buffer(int64_t floats) : data_(static_cast<float*>(aligned(static_cast<std::size_t>(floats) * sizeof(float)))) {}
 Buffer::~Buffer() { release(data_); }
 
-Scratch::Scratch(int64_t vectors) {
-    const std::size_t bytes = static_cast<std::size_t>(vectors) * sizeof(vf);
+void cut_scratch(const int64_t* vectors, int parts, vf** to) {
+#ifdef TORCHCAPS_GUARDED  // every part by itself, so that a sanitizer sees its ends
+    for (int k = 0; k < parts; ++k) to[k] = static_cast<vf*>(aligned(static_cast<std::size_t>(vectors[k]) * sizeof(vf)));
+#else
+    int64_t total = 0;
+    for (int k = 0; k < parts; ++k) total += vectors[k];
+    const std::size_t bytes = static_cast<std::size_t>(total) * sizeof(vf);
     if (bytes > kept.bytes) {
-        release(kept.memory);
-        kept.memory = nullptr;
-        kept.bytes = 0;
+        kept.drop();
         kept.memory = aligned(bytes);
         kept.bytes = bytes;
     }
-    next_ = static_cast<vf*>(kept.memory);
+    to[0] = static_cast<vf*>(kept.memory);
+    for (int k = 1; k < parts; ++k) to[k] = to[k - 1] + vectors[k - 1];
+#endif
 }
 
-Scratch::~Scratch() {
-    if (kept.bytes > KEEP) {
-        release(kept.memory);
-        kept.memory = nullptr;
-        kept.bytes = 0;
-    }
+void end_scratch(vf** parts, int count) {
+#ifdef TORCHCAPS_GUARDED
+    for (int k = 0; k < count; ++k) release(parts[k]);
+#else
+    (void)parts, (void)count;
+    if (kept.bytes > KEEP) kept.drop();
+#endif
 }
 
 }  // namespace torchcaps

@@ -1,5 +1,7 @@
 // Threads and memory of the kernels.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -34,21 +36,19 @@ private:
     float* data_;
 };
 
-// Scratch of one task, cut from a block the thread keeps for the next task: fresh pages would cost more than the work.
+// Memory of one task, several parts of so many vectors each, cut from a block that the thread keeps for its next task: fresh
+// pages would cost more than the work. Throws std::bad_alloc.
+void cut_scratch(const int64_t* vectors, int parts, vf** to);
+void end_scratch(vf** parts, int count);
+
+template <int N>
 class Scratch {
 public:
-    explicit Scratch(int64_t vectors);  // room for that many vectors in all
-    ~Scratch();
+    explicit Scratch(const int64_t (&vectors)[N]) { cut_scratch(vectors, N, parts.data()); }
+    ~Scratch() { end_scratch(parts.data(), N); }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
-    vf* vectors(int64_t count) {
-        vf* start = next_;
-        next_ += count;
-        return start;
-    }
-
-private:
-    vf* next_;
+    std::array<vf*, N> parts;
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

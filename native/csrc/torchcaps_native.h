@@ -3,7 +3,7 @@
 //   N batch, I children, J parents, R rows of a pose, P / Q columns below / above.
 //   u_ij = x_i W_ij             votes, recomputed in registers, never stored for more than a few children
 //   b_ij = prior_ij + <u_ij, state_j>              (cosine: <u_ij / |u_ij|, state_j>, 0 where |u_ij| = 0)
-//   c_ij = softmax_j b_ij                          (leaky: with one more logit 0 whose share is dropped; 0 where masked)
+//   c_ij = softmax_j b_ij                          (leaky: with one more logit 0 whose share is dropped)
 //
 // Every function returns 0, or 1 when memory ran out.
 #pragma once
@@ -27,10 +27,9 @@ typedef struct {
     const float* poses;    // [N, I, R, P]
     const float* weight;
     const float* prior;    // [I, J] or null
-    const uint8_t* mask;   // [N, I], 1 = takes part, or null
 } tc_connected;
 
-// s_j = sum_i u_ij over the children that take part: a first round, but for its equal coupling 1 / J        [N, J, R, Q]
+// s_j = sum_i u_ij a first round, but for its equal coupling 1 / J        [N, J, R, Q]
 TC_EXPORT int tc_connected_sum(const tc_connected*, float* s);
 // s_j = sum_i c_ij u_ij                                                                  state, s [N, J, R, Q]
 TC_EXPORT int tc_connected_forward(const tc_connected*, const float* state, float* s);
@@ -52,7 +51,6 @@ typedef struct {
     const float* poses;              // [N, C, H, W, R, P]
     const float* weight;             // [C * kernel_h * kernel_w, J, P, Q]
     const float* prior;              // [C * kernel_h * kernel_w, J] or null
-    const uint8_t* mask;             // [N, C, H, W] or null
 } tc_map;
 
 // The same passes for every window of a map; states, grads and results [.., N, out_h * out_w, J, R, Q].
@@ -68,16 +66,16 @@ typedef struct {
     int64_t threads;
     const float* poses;    // [N, I, D]
     const float* prior;    // [I, J] or null
-    const uint8_t* mask;   // [N, I] or null
 } tc_folded;
 
 // Shared weights folded into J queries: b_ij = prior_ij + <x_i, query_j>;  t_j = sum_i c_ij x_i       [N, J, D]
 TC_EXPORT int tc_folded_forward(const tc_folded*, const float* query, float* t);
 // y_j = sum_i d_ij x_i with g_ij = <x_i, grad_j>
 TC_EXPORT int tc_folded_backward_state(const tc_folded*, const float* query, const float* grad, float* y);
-// d_poses_i = uniform + sum_k,j c^k_ij grad^k_j + d^k_ij query^k_j; queries, grads [K, N, J, D]; uniform [N, D] or null
+// d_poses_i = uniform + sum_k,j c^k_ij grad^k_j + d^k_ij query^k_j; queries, grads [K, N, J, D]; uniform [N, D] or null;
+// t, y [K, N, J, D] are the sums of the other two, of which the gradient of the weight is made
 TC_EXPORT int tc_folded_backward_full(const tc_folded*, int64_t K, const float* queries, const float* grads,
-                                      const float* uniform, float* d_poses, float* d_prior);
+                                      const float* uniform, float* d_poses, float* d_prior, float* t, float* y);
 
 TC_EXPORT int tc_lanes(void);    // floats in a vector of this build
 TC_EXPORT int tc_version(void);  // of this interface

@@ -1,69 +1,191 @@
-// What the passes share: pose shapes known at compile time or not, votes, softmax over parents, norms of votes.
+// What the kernels are made of: small matrix products that stay in registers, inner products with the parents, softmax.
+//
+// A vote is a product of matrices, u = x W, and so are both of its gradients. Operands are vectors or scalars, at least one of
+// them a vector; what the lanes stand for (rows of the batch, children, parents) is the caller's choice.
 #pragma once
 #include "simd.h"
 
 namespace torchcaps {
 
-// A pose shape; Shape<0, 0, 0> reads its sizes at run time.
-template <int R_, int P_, int Q_>
-struct Shape {
-    int r, p, q;
-    static constexpr bool fixed = R_ > 0;
-    constexpr int R() const { return fixed ? R_ : r; }
-    constexpr int P() const { return fixed ? P_ : p; }
-    constexpr int Q() const { return fixed ? Q_ : q; }
-    constexpr int RP() const { return R() * P(); }
-    constexpr int RQ() const { return R() * Q(); }
-    constexpr int PQ() const { return P() * Q(); }
+template <int N>
+constexpr std::integral_constant<int, N> constant{};
+
+// ------------------------------------------------------------------------------------------------------------------ sizes
+
+struct Pose {  // rows of a pose, columns below and above
+    int R, P, Q;
+    int RP() const { return R * P; }
+    int RQ() const { return R * Q; }
+    int PQ() const { return P * Q; }
 };
 
-// use(r * Q + q, u) for every entry of the vote u = x W. Pose and weight are vectors or scalars, at least one a vector.
-template <class S, class X, class W, class Use>
-TC_INLINE void each_vote(const S shape, const X* x, const W* w, Use&& use) {
-    const int R = shape.R(), P = shape.P(), Q = shape.Q();
-    if constexpr (S::fixed) {
-#pragma GCC unroll 4
-        for (int q = 0; q < Q; ++q) {
-            W column[S{}.P()];  // read before `use` stores anything, or the compiler reads it again for every row
-#pragma GCC unroll 16
-            for (int p = 0; p < P; ++p) column[p] = w[p * Q + q];
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                vf u = x[r * P] * column[0];
-#pragma GCC unroll 16
-                for (int p = 1; p < P; ++p) u += x[r * P + p] * column[p];
-                use(r * Q + q, u);
+template <int R_, int P_, int Q_>
+struct Fixed {  // the same, known to the compiler
+    static constexpr int R = R_, P = P_, Q = Q_;
+    static constexpr int RP() { return R * P; }
+    static constexpr int RQ() { return R * Q; }
+    static constexpr int PQ() { return P * Q; }
+};
+
+template <int R, int P, int Q>
+bool is(const Pose& pose) { return pose.R == R && pose.P == P && pose.Q == Q; }
+
+// --------------------------------------------------------------------------------------------------------------- products
+
+template <class T>
+struct Matrix {  // entry (r, c) lies at data[r * row + c * column]; of several matrices the next lies `next` further
+    const T* data;
+    int64_t row, column, next = 0;
+};
+
+// use(r, c, value) for the ROWS x COLUMNS entries from (r0, c0) on of sum_m a_m b_m, over `many` matrices of `inner` columns
+template <int ROWS, int COLUMNS, class A, class B, class Use>
+TC_INLINE void product_block(int r0, int c0, int inner, int many, const Matrix<A>& a, const Matrix<B>& b, Use&& use) {
+    vf sum[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) sum[r][c] = vf{};
+    for (int m = 0; m < many; ++m) {
+        const A* left = a.data + m * a.next + r0 * a.row;
+        const B* right = b.data + m * b.next + c0 * b.column;
+        for (int k = 0; k < inner; ++k) {
+            B column[COLUMNS];
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; ++c) column[c] = right[k * b.row + c * b.column];
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const A entry = left[r * a.row + k * a.column];
+#pragma GCC unroll 8
+                for (int c = 0; c < COLUMNS; ++c) sum[r][c] += entry * column[c];
             }
         }
-    } else {
-        for (int r = 0; r < R; ++r) {
-            int q = 0;
-            for (; q + 4 <= Q; q += 4) {  // four sums side by side hide the latency of one
-                vf a = x[r * P] * w[q], b = x[r * P] * w[q + 1], c = x[r * P] * w[q + 2], d = x[r * P] * w[q + 3];
-                for (int p = 1; p < P; ++p) {
-                    const X xp = x[r * P + p];
-                    const W* wp = w + p * Q + q;
-                    a += xp * wp[0];
-                    b += xp * wp[1];
-                    c += xp * wp[2];
-                    d += xp * wp[3];
-                }
-                use(r * Q + q, a);
-                use(r * Q + q + 1, b);
-                use(r * Q + q + 2, c);
-                use(r * Q + q + 3, d);
-            }
-            for (; q < Q; ++q) {
-                vf a = x[r * P] * w[q];
-                for (int p = 1; p < P; ++p) a += x[r * P + p] * w[p * Q + q];
-                use(r * Q + q, a);
-            }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) use(r0 + r, c0 + c, sum[r][c]);
+}
+
+template <int ROWS, int COLUMNS, class A, class B, class Use>
+TC_INLINE void product_strip(int r, int c, int columns, int inner, int many, const Matrix<A>& a, const Matrix<B>& b, Use&& use) {
+    for (; c + COLUMNS <= columns; c += COLUMNS) product_block<ROWS, COLUMNS>(r, c, inner, many, a, b, use);
+    if constexpr (COLUMNS > 1) product_strip<ROWS, COLUMNS / 2>(r, c, columns, inner, many, a, b, use);
+}
+
+// use(r, c, value) for every entry of sum_m a_m [rows, inner] b_m [inner, columns]
+template <class A, class B, class Use>
+TC_INLINE void product(int rows, int inner, int columns, int many, const Matrix<A> a, const Matrix<B> b, Use&& use) {
+    constexpr int WIDE = LANES == 16 ? 4 : 2;  // 16 sums where there are 32 registers, 8 where there are 16
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) product_strip<4, WIDE>(r, 0, columns, inner, many, a, b, use);
+    for (; r + 2 <= rows; r += 2) product_strip<2, 4>(r, 0, columns, inner, many, a, b, use);
+    if (r < rows) product_strip<1, 8>(r, 0, columns, inner, many, a, b, use);
+}
+
+template <class A, class B>
+TC_INLINE void product_into(int rows, int inner, int columns, const Matrix<A> a, const Matrix<B> b, vf* to) {
+    product(rows, inner, columns, 1, a, b, [&](int r, int c, vf value) __attribute__((always_inline)) { to[r * columns + c] = value; });
+}
+
+template <class A, class B>
+TC_INLINE void product_onto(int rows, int inner, int columns, const Matrix<A> a, const Matrix<B> b, vf* to, int many = 1) {
+    product(rows, inner, columns, many, a, b, [&](int r, int c, vf value) __attribute__((always_inline)) { to[r * columns + c] += value; });
+}
+
+// ---------------------------------------------------------------------------------------- votes and the parents they meet
+
+template <class T>
+struct List {  // item i lies at data + i * stride
+    T* data;
+    int64_t stride;
+    List from(int64_t item) const { return {data + item * stride, stride}; }
+    List<const T> fixed() const { return {data, stride}; }
+};
+
+struct Slots {  // what belongs to item i (a child) and target t lies at data[i * item + t * target]
+    vf* data;
+    int64_t item, target;
+    Slots from(int64_t t) const { return {data + t * target, item, target}; }
+};
+
+template <int ITEMS, int TARGETS, class S>
+TC_INLINE void dots_of(int count, const List<const vf> u, const List<const S> s, const Slots to) {
+    constexpr int CHAINS = ITEMS * TARGETS >= 4 ? 1 : 2;  // sums side by side hide the latency of one
+    vf sum[ITEMS][TARGETS][CHAINS];
+    const auto each = [&](auto&& use) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int i = 0; i < ITEMS; ++i)
+#pragma GCC unroll 4
+            for (int t = 0; t < TARGETS; ++t) use(i, t);
+    };
+    each([&](int i, int t) __attribute__((always_inline)) {
+        for (int k = 0; k < CHAINS; ++k) sum[i][t][k] = vf{};
+    });
+    const auto add = [&](int e, int k) __attribute__((always_inline)) {
+        each([&](int i, int t) __attribute__((always_inline)) { sum[i][t][k] += u.data[i * u.stride + e] * s.data[t * s.stride + e]; });
+    };
+    int e = 0;
+    for (; e + 2 <= count; e += 2) {
+        add(e, 0);
+        add(e + 1, CHAINS - 1);
+    }
+    if (e < count) add(e, 0);
+    each([&](int i, int t) __attribute__((always_inline)) {
+        to.data[i * to.item + t * to.target] = CHAINS == 1 ? sum[i][t][0] : sum[i][t][0] + sum[i][t][CHAINS - 1];
+    });
+}
+
+// slot (i, t) = <u_i, s_t> over `count` entries, of ITEMS votes and any number of targets
+template <int ITEMS, class S>
+TC_INLINE void dots(int targets, int count, const List<const vf> u, const List<const S> s, const Slots to) {
+    int t = 0;
+    for (; t + 4 <= targets; t += 4) dots_of<ITEMS, 4>(count, u, s.from(t), to.from(t));
+    for (; t + 2 <= targets; t += 2) dots_of<ITEMS, 2>(count, u, s.from(t), to.from(t));
+    if (t < targets) dots_of<ITEMS, 1>(count, u, s.from(t), to.from(t));
+}
+
+template <int ITEMS, int TARGETS, class S, class Base>
+TC_INLINE void mix_of(int count, const Slots c, const List<const S> s, const List<Base> base, int base_step, const List<vf> to) {
+    vf share[ITEMS][TARGETS];
+#pragma GCC unroll 2
+    for (int i = 0; i < ITEMS; ++i)
+#pragma GCC unroll 4
+        for (int t = 0; t < TARGETS; ++t) share[i][t] = c.data[i * c.item + t * c.target];
+#pragma GCC unroll 2
+    for (int e = 0; e < count; ++e) {
+        S entry[TARGETS];
+#pragma GCC unroll 4
+        for (int t = 0; t < TARGETS; ++t) entry[t] = s.data[t * s.stride + e];
+#pragma GCC unroll 2
+        for (int i = 0; i < ITEMS; ++i) {
+            vf sum = share[i][0] * entry[0] + base.data[i * base.stride + e * base_step];
+#pragma GCC unroll 4
+            for (int t = 1; t < TARGETS; ++t) sum += share[i][t] * entry[t];
+            to.data[i * to.stride + e] = sum;
         }
     }
 }
 
-// Logits of one child, a vector for each parent, become couplings.
-TC_INLINE void softmax(vf* b, int J, bool leaky) {
+// to_i = base_i + sum_t c_it s_t over `count` entries; with base_step 0 a base is one number
+template <int ITEMS, class S, class Base>
+TC_INLINE void mix(int targets, int count, const Slots c, const List<const S> s, const List<Base> base, int base_step, const List<vf> to) {
+    int t = 0;
+    const auto some = [&](auto width, const auto from, int step) __attribute__((always_inline)) {
+        mix_of<ITEMS, decltype(width)::value>(count, c.from(t), s.from(t), from, step, to);
+        t += decltype(width)::value;
+    };
+    if (targets >= 4) some(constant<4>, base, base_step);
+    else if (targets >= 2) some(constant<2>, base, base_step);
+    else some(constant<1>, base, base_step);
+    while (t + 2 <= targets) some(constant<2>, to, 1);
+    if (t < targets) some(constant<1>, to, 1);
+}
+
+// --------------------------------------------------------------------------------------------------------------- softmax
+
+// Logits b [J] of one child, a vector for each parent, become couplings.
+inline void softmax(vf* b, int J, bool leaky) {
     vf top = leaky ? vf{} : b[0];
     for (int j = 0; j < J; ++j) top = max(top, b[j]);
     vf total = leaky ? exp_nonpositive(-top) : vf{};
@@ -75,51 +197,70 @@ TC_INLINE void softmax(vf* b, int J, bool leaky) {
     for (int j = 0; j < J; ++j) b[j] *= share;
 }
 
-// g_j becomes d_j = c_j (g_j - sum_k c_k g_k).
-TC_INLINE void softmax_backward(const vf* c, vf* g, int J) {
-    vf mean{};
-    for (int j = 0; j < J; ++j) mean += c[j] * g[j];
-    for (int j = 0; j < J; ++j) g[j] = c[j] * (g[j] - mean);
+// c_j becomes d_j = c_j (g_j - sum_k c_k g_k), and g_j becomes c_j.
+inline void softmax_backward(vf* c, vf* g, int J, vf mean) {
+    for (int j = 0; j < J; ++j) {
+        const vf share = c[j];
+        c[j] = share * (g[j] - mean);
+        g[j] = share;
+    }
 }
 
-// 1 / |u| from the sum of squares, 0 where that is 0 (|u| below 1e-22). Where it left the range that float32 squares well,
-// from votes scaled by 2^80.
-template <class U>
-TC_INLINE vf inverse_norm(vf squares, const U* u, int count) {
+inline vf inner(const vf* a, const vf* b, int count) {
+    vf sum{};
+    for (int e = 0; e < count; ++e) sum += a[e] * b[e];
+    return sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------- cosine
+
+// 1 / |u|, 0 where |u| is 0 (below 1e-22). Where the squares leave float32's range, from votes scaled by 2^80.
+inline vf inverse_norm(const vf* u, int count) {
     const vf low = broadcast(1e-30f), high = broadcast(1e30f);
+    vf squares = inner(u, u, count), scale = broadcast(1.0f);
     const vi outside = ((squares < low) & (squares > vf{})) | (squares > high);
-    vf scale = broadcast(1.0f);
     bool any = false;
     for (int l = 0; l < LANES; ++l) any |= outside[l] != 0;
     if (any) {
         scale = squares < low ? broadcast(0x1p80f) : scale;
         scale = squares > high ? broadcast(0x1p-80f) : scale;
         squares = vf{};
-        for (int e = 0; e < count; ++e) {
-            const vf v = u[e] * scale;
-            squares += v * v;
-        }
+        for (int e = 0; e < count; ++e) squares += (u[e] * scale) * (u[e] * scale);
     }
     const vf inverse = scale / square_root(squares);
     return squares > vf{} ? inverse : vf{};
 }
 
-// Gradient of a vote through its direction: (a - n <n, a>) / |u| with n = u / |u|, a = sum_k d^k state^k.
-template <class State>
-TC_INLINE void direction_gradient(const State* state, int64_t round_stride, int rounds, const vf* d, int64_t d_stride,
-                                  const vf* u, vf inverse, int count, vf* to) {
-    vf along{};
-    for (int e = 0; e < count; ++e) {
-        vf a{};
-        for (int k = 0; k < rounds; ++k) a += d[k * d_stride] * state[k * round_stride + e];
-        to[e] = a;
-        along += u[e] * inverse * a;
+// The gradient of ITEMS votes, targets in the order grad of round 0, state of round 0, grad of round 1, ..:
+//     du = base + sum_k c^k grad^k + d^k state^k
+// With cosine agreement the second part reaches a vote through its direction n = u / |u|: (a - n <n, a>) / |u| of
+// a = sum_k d^k state^k. `inverse` [ITEMS] (`inverse_next` apart) is then 1 / |u|, else null; base null is 0.
+template <int ITEMS, class S>
+TC_INLINE void vote_gradient(int rounds, int count, const Slots c, const List<const S> targets, const S* base, const List<const vf> u,
+                             const vf* inverse, int64_t inverse_next, const List<vf> du) {
+    const S zero{};
+    const List<const S> start{base != nullptr ? base : &zero, 0};
+    const int step = base != nullptr;
+    if (inverse == nullptr) return mix<ITEMS>(2 * rounds, count, c, targets, start, step, du);
+    const Slots each{c.data, c.item, 2 * c.target};
+    mix<ITEMS>(rounds, count, each, List<const S>{targets.data, 2 * targets.stride}, start, step, du);
+    for (int i = 0; i < ITEMS; ++i) {
+        const vf *v = u.data + i * u.stride, *d = c.data + i * c.item + c.target, scale = inverse[i * inverse_next];
+        const auto a = [&](int e) {
+            vf sum{};
+            for (int k = 0; k < rounds; ++k) sum += d[2 * k * c.target] * targets.data[(2 * k + 1) * targets.stride + e];
+            return sum;
+        };
+        vf along{};
+        for (int e = 0; e < count; ++e) along += v[e] * scale * a(e);
+        for (int e = 0; e < count; ++e) du.data[i * du.stride + e] += scale * (a(e) - v[e] * scale * along);
     }
-    for (int e = 0; e < count; ++e) to[e] = inverse * (to[e] - u[e] * inverse * along);
 }
 
-// out[e] = sum over the lanes of v[e]
-inline void sum_lanes_each(const vf* v, int64_t count, float* out) {
+// ---------------------------------------------------------------------------------------------------------------- sums
+
+// to[e] = sum over the lanes of v[e]
+inline void sum_lanes_each(const vf* v, int64_t count, float* to) {
     int64_t e = 0;
     for (; e + LANES <= count; e += LANES) {
         vf block[LANES];
@@ -127,11 +268,26 @@ inline void sum_lanes_each(const vf* v, int64_t count, float* out) {
         transpose_registers<LANES>(block);
         vf total = block[0];
         for (int l = 1; l < LANES; ++l) total += block[l];
-        store<LANES>(out + e, total);
+        store<LANES>(to + e, total);
     }
-    for (; e < count; ++e) out[e] = sum_lanes(v[e]);
+    for (; e < count; ++e) to[e] = sum_lanes(v[e]);
+}
+
+// to[e] = sum of `count` parts [count][size], part by part
+inline void add_parts(const float* parts, int64_t count, int64_t size, float* to) {
+    for (int64_t e = 0; e < size; ++e) to[e] = parts[e];
+    for (int64_t k = 1; k < count; ++k)
+        for (int64_t e = 0; e < size; ++e) to[e] += parts[k * size + e];
 }
 
 constexpr int SUM_BLOCK = 64;  // terms added one after the other before the sum moves on: bounds the rounding error
+
+// total += sum; sum = 0
+inline void flush(vf* sum, vf* total, int64_t count) {
+    for (int64_t e = 0; e < count; ++e) {
+        total[e] += sum[e];
+        sum[e] = vf{};
+    }
+}
 
 }  // namespace torchcaps

@@ -121,7 +121,6 @@ def load(path: Path) -> ctypes.CDLL:
 def _paths(build: str) -> list[Path]:
     """Where libraries of a build lie: in every folder of this package, of which an editable install has two."""
     folders = dict.fromkeys([*sys.modules[__package__].__path__, str(Path(__file__).parent)])
-    folders[str(Path(__file__).parents[3] / "native" / "build")] = None  # XXX until the package builds it
     return [path for folder in folders for path in sorted(Path(folder).glob(f"*torchcaps_native_{build}.*"))]
 
 
