@@ -14,6 +14,7 @@ import torchcaps
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 MODULES = ["torchcaps", *(m.name for m in pkgutil.walk_packages(torchcaps.__path__, "torchcaps."))]
+MODULES = [name for name in MODULES if "libtorchcaps_native" not in name]  # compiled kernels, no modules of Python
 if importlib.util.find_spec("triton") is None:  # PyTorch for the CPU alone does not bring it
     MODULES.remove("torchcaps.kernels.triton_passes")
 

@@ -1,6 +1,6 @@
 """One backbone, three heads: what capsules, and routing itself, add to a network that is otherwise the same.
 
-    backbone    a convolution, GroupNorm and ReLU for each of `widths`                [N, in_chans, *spatial] -> map
+    backbone    a convolution and ReLU for each of `widths`                           [N, in_chans, *spatial] -> map
     linear      mean over all places, linear                                          scores are logits
     mlp         mean over all places, linear to `hidden`, ReLU, linear                scores are logits
     capsules    convolution 1x1 to types of capsules, and routing to the classes by one weight for each type and class,
@@ -8,16 +8,18 @@
 
 Routing off is `routing=Dynamic(iterations=1)`; `matched_hidden` gives the mlp as many parameters as the capsules have.
 
-The backbone's strides follow from `image_size`, per axis: 1 for the first convolution and 2 for the others, less where
-that would leave fewer than 4 places, and more in the first where it would leave more than 64 (one axis), 16 (two) or
-8 (three). 28 pixels leave 7 places, 8 pixels leave 4. A kernel is 3 wide, or 2 s - 1 at a stride s above 2, and is
-padded so that n places become ceil(n / s).
+The backbone's strides follow from `image_size`, per axis: 2 for each convolution, 1 where fewer than 4 places would be
+left, and more for the first where more than 64 places (of one axis), 16 (of each of two) or 8 (of three) would be. 28
+pixels leave 4 places, 8 pixels 4, 64 pixels 8. Kernels are 9, 5 or 3 wide, for one, two or three axes, or 2 s - 1 at a
+larger stride s, and are padded so that n places become ceil(n / s).
 
-GroupNorm, and not BatchNorm: an example is then the same alone as in any batch, in training as in evaluation, and
-spread over processes as in one; and the places that a mask leaves out can be left out of the moments.
+There is no normalisation: an example is the same alone as in any batch, in training as in evaluation, and spread over
+processes as in one. He's initial weights do without, the fan-in being what a kernel sees of the map on average, without
+the padding. In 500 steps on 2000 images each of MNIST, Fashion-MNIST and PneumoniaMNIST they came as far as BatchNorm,
+whose first 100 steps are better, and farther than GroupNorm. The input should have about mean 0 and variance 1.
 
     masks   place o of a convolution's output takes part if any of the places o s .. o s + s - 1 below it does
-            masked places are 0 before each convolution, as its padding is, and left out of moments, means and routing
+            masked places are 0 before each convolution, as its padding is, and left out of the mean and the routing
 
 So padding a sequence further changes nothing. (A place whose kernel merely reaches one that takes part does not: it
 would be one more place than the sequence alone has.)
@@ -26,7 +28,7 @@ would be one more place than the sequence alone has.)
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Literal, Protocol, cast, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +48,10 @@ Head = Literal["linear", "mlp", "capsules"]
 
 LEAST_PLACES = 4
 MOST_PLACES = {1: 64, 2: 16, 3: 8}
-CHANNELS_PER_GROUP = 16
-"""At least: the number that Wu and He 2018, "Group normalization", found as good as any."""
+KERNELS = {1: 9, 2: 5, 3: 3}
+"""Per axis, by the number of axes: 9, 25 and 27 numbers of each channel."""
 
-_CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONVOLUTIONS: dict[int, Callable[..., nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _MAX_POOLS = {1: max_pool1d, 2: max_pool2d, 3: max_pool3d}
 
 
@@ -69,7 +71,7 @@ class ConvFeatures(nn.Module):
     widths      channels of each convolution.
 
     >>> ConvFeatures(3, (28, 28))(torch.rand(2, 3, 28, 28)).shape
-    torch.Size([2, 128, 7, 7])
+    torch.Size([2, 128, 4, 4])
     """
 
     def __init__(self, in_chans: int, image_size: Sequence[int], widths: Sequence[int] = (32, 64, 128)) -> None:
@@ -85,25 +87,32 @@ class ConvFeatures(nn.Module):
         each_axis = [_strides(size, len(channels) - 1, MOST_PLACES[len(sizes)]) for size in sizes]
         self.strides = list(zip(*each_axis, strict=True))
         """Of each convolution, per axis."""
-        self.convolutions, self.norms = nn.ModuleList(), nn.ModuleList()
+        least = KERNELS[len(sizes)]
+        self.convolutions, places = nn.ModuleList(), list(sizes)
         for below, above, strides in zip(channels[:-1], channels[1:], self.strides, strict=True):
-            kernel = [1 if size == 1 else max(3, 2 * s - 1) for size, s in zip(sizes, strides, strict=True)]
-            padding = [k // 2 for k in kernel]
-            self.convolutions.append(_CONVOLUTIONS[len(sizes)](below, above, kernel, strides, padding))
-            self.norms.append(nn.GroupNorm(_groups(above), above))
+            kernel = [
+                1 if size == 1 else max(least, 2 * stride - 1) for size, stride in zip(sizes, strides, strict=True)
+            ]
+            convolution = _CONVOLUTIONS[len(sizes)](below, above, kernel, strides, [k // 2 for k in kernel])
+            fan_in = below * math.prod(map(_numbers_under_kernel, places, kernel, strides))
+            nn.init.normal_(convolution.weight, std=(2 / fan_in) ** 0.5)
+            assert convolution.bias is not None
+            nn.init.zeros_(convolution.bias)
+            self.convolutions.append(convolution)
+            places = [-(-size // stride) for size, stride in zip(places, strides, strict=True)]
 
     def forward(self, x: Tensor) -> Tensor:
         """The map."""
-        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            x = relu(norm(convolution(x)))
+        for convolution in self.convolutions:
+            x = relu(convolution(x))
         return x
 
     def with_mask(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(map, mask `[N, *places]`) of `x` and a mask `[N, *spatial]`; the map is 0 where the mask is False."""
         x = x.masked_fill(~mask[:, None], 0.0)
-        for convolution, norm, strides in zip(self.convolutions, self.norms, self.strides, strict=True):
+        for convolution, strides in zip(self.convolutions, self.strides, strict=True):
             mask = _shrink(mask, strides)
-            x = relu(_masked_norm(cast(nn.GroupNorm, norm), convolution(x), mask)).masked_fill(~mask[:, None], 0.0)
+            x = relu(convolution(x)).masked_fill(~mask[:, None], 0.0)
         return x, mask
 
 
@@ -128,9 +137,14 @@ class CapsuleHead(nn.Module):
             squash="sabour" if self.scores == "lengths" else "identity", norm=self.scores == "logits",
             activations=self.scores == "activations",
         )  # fmt: skip
+        init, count = None, math.prod(places)
+        if self.scores == "lengths":
+            # votes of one type from places that see much the same add up: they count as one vote that is longer
+            init = routing.weight_std(primary_types, num_classes, *self.primary.pose, pose_shape(class_pose)[1])
+            init = init if routing.sums_to == "children" else init / count
         self.class_caps = SharedCapsules(
-            num_classes, primary_pose, class_pose, routing=routing, in_types=primary_types,
-            typical_caps=primary_types * math.prod(places),
+            num_classes, primary_pose, class_pose, routing=routing, in_types=primary_types, init=init,
+            typical_caps=primary_types * count,
         )  # fmt: skip
         self.readout = nn.Linear(math.prod(pose_shape(class_pose)), 1) if self.scores == "logits" else None
 
@@ -312,20 +326,22 @@ def matched_hidden(model: HeadedNet, tolerance: float = 0.05) -> int:
 
 def _strides(size: int, layers: int, most: int) -> list[int]:
     """Of each convolution along one axis of this size."""
-    first = 1
+    larger = 1
     while True:
-        strides, places = [first], -(-size // first)
-        for _ in range(layers - 1):
-            strides.append(2 if -(-places // 2) >= LEAST_PLACES else 1)
+        strides, places = list[int](), size
+        for _ in range(layers):
+            stride = 2 if -(-places // 2) >= LEAST_PLACES else 1
+            strides.append(stride if strides else stride * larger)
             places = -(-places // strides[-1])
         if places <= most:
             return strides
-        first *= 2
+        larger *= 2
 
 
-def _groups(channels: int) -> int:
-    """The most groups of one size that leave each `CHANNELS_PER_GROUP`."""
-    return max(n for n in range(1, max(1, channels // CHANNELS_PER_GROUP) + 1) if channels % n == 0)
+def _numbers_under_kernel(size: int, kernel: int, stride: int) -> float:
+    """Along one axis, of each channel, on average over places: fewer than the kernel is wide where it hangs over."""
+    places, half = range(0, size, stride), kernel // 2
+    return sum(min(size, place + half + 1) - max(0, place - half) for place in places) / len(places)
 
 
 def _shrink(mask: Tensor, strides: Sequence[int]) -> Tensor:
@@ -335,20 +351,6 @@ def _shrink(mask: Tensor, strides: Sequence[int]) -> Tensor:
     pool = _MAX_POOLS[len(strides)]
     pooled: Tensor = pool(mask[:, None].float(), tuple(strides), tuple(strides), ceil_mode=True)
     return pooled[:, 0] > 0
-
-
-def _masked_norm(norm: nn.GroupNorm, x: Tensor, mask: Tensor) -> Tensor:
-    """GroupNorm with the moments of the places that take part."""
-    dtype = torch.promote_types(x.dtype, torch.float32)  # moments of less would be far off
-    grouped = x.to(dtype).unflatten(1, (norm.num_groups, -1)).flatten(3)
-    present = mask.flatten(1)[:, None, None].to(dtype)
-    count = (present.sum((2, 3), keepdim=True) * grouped.shape[2]).clamp(min=1)
-    mean = (grouped * present).sum((2, 3), keepdim=True) / count
-    centred = (grouped - mean) * present
-    variance = centred.square().sum((2, 3), keepdim=True) / count
-    normed = (centred * (variance + norm.eps).rsqrt()).flatten(1, 2).unflatten(2, x.shape[2:])
-    per_channel = (-1, *(1,) * (x.dim() - 2))
-    return (normed * norm.weight.view(per_channel) + norm.bias.view(per_channel)).to(x.dtype)
 
 
 def _expand(mask: Tensor, types: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""What joins the rooms: models from plain data, training by recipe, comparison, export."""
