@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from torchcaps import Capsules
 from torchcaps.kernels import native
 from torchcaps.layers import ConvCapsules
-from torchcaps.routing import EM, Attention, Dynamic, Windows, dynamic
+from torchcaps.routing import EM, Attention, Dynamic, Windows, _ops, dynamic
 from torchcaps.routing._backends import LANES, WORTH_NATIVE, WORTH_STREAMING, Situation, choose
 from torchcaps.testing import assert_backends_agree
 
@@ -271,3 +272,62 @@ def test_every_combination_of_backends_learns_the_same_step():
     for a, b in itertools.combinations(kinds, 2):
         ours, theirs = (layer.route(Capsules(poses), backend=k).poses for k in (a, b))
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["streamed", "native"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_backward_pass_under_autocast_is_the_same_as_without(backend, shared):
+    if backend == "native" and native.missing():
+        pytest.skip(str(native.missing()))
+    poses = torch.randn(16, 40, 2, 6, requires_grad=True)
+    weight = torch.randn(1 if shared else 40, 9, 6, 7, requires_grad=True)
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            loss = dynamic(poses, weight, backend=backend).poses.square().sum()
+            found.append(torch.autograd.grad(loss, (poses, weight)))
+    for plain, cast in zip(*found, strict=True):
+        torch.testing.assert_close(cast, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_em_streams_the_same_gradients_under_autocast():
+    leaves = [torch.randn(4, 40, 2, 6), torch.randn(40, 3, 6, 5), torch.rand(4, 40)]
+    leaves = [x.requires_grad_() for x in leaves]
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            loss = EM()(*leaves, backend="streamed").poses.square().sum()
+            found.append(torch.autograd.grad(loss, leaves))
+    for plain, cast in zip(*found, strict=True):
+        torch.testing.assert_close(cast, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("shape", ["connected", "shared", "map"])
+def test_operators_give_contiguous_results_as_their_shapes_promise(iterations, shape):
+    """`torch.library.opcheck` compares each operator with its promise, strides and all."""
+    torch.manual_seed(0)
+    windows = [2, 2, 1, 1, 0, 0] if shape == "map" else []
+    poses = torch.randn(2, 3, 4, 5, 2, 6) if windows else torch.randn(4, 12, 6, 2).transpose(2, 3)
+    N = 2 * 3 * 4 if windows else 4
+    weight = torch.randn(1 if shape == "shared" else 12, 6, 5, 7).transpose(1, 2)
+    V, ds = torch.randn(N, 5, 7, 2).transpose(2, 3), torch.randn(N, 5, 2, 7)
+    same = (poses, weight, None, None, None, False, False, "parents", windows)
+    for backend in ["streamed"] + ([] if native.missing() else ["native"]):
+        rounds = ([V], [ds], [], [ds]) if iterations > 1 else ([], [], [], [])
+        for op, arguments in (
+            (_ops._forward, (backend, *same, V)),
+            (_ops._backward_state, (backend, *same, V, ds, None, ds)),
+            (_ops._backward_full, (backend, *same, *rounds, ds, "none")),
+        ):
+            torch.library.opcheck(op, arguments, test_utils=["test_schema", "test_faketensor"])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch's own
+def test_forward_derivatives_run_on_the_reference_under_auto():
+    poses, weight = torch.randn(16, 40, 2, 6), torch.randn(40, 9, 6, 7)
+    with forward_ad.dual_level():
+        parents = dynamic(forward_ad.make_dual(poses, torch.randn_like(poses)), weight).poses
+        assert forward_ad.unpack_dual(parents).tangent.isfinite().all()
+        with pytest.raises(ValueError, match="forward-mode"):
+            dynamic(forward_ad.make_dual(poses, torch.randn_like(poses)), weight, backend="streamed")

@@ -22,15 +22,6 @@ struct Chunks {
     }
 };
 
-template <class Use>
-void with_pose(const tc_connected& c, Use&& use) {
-    const Pose pose{static_cast<int>(c.R), static_cast<int>(c.P), static_cast<int>(c.Q)};
-    if (is<1, 8, 16>(pose)) use(Fixed<1, 8, 16>{});
-    else if (is<1, 16, 16>(pose)) use(Fixed<1, 16, 16>{});
-    else if (is<4, 4, 4>(pose)) use(Fixed<4, 4, 4>{});
-    else use(pose);
-}
-
 // The slots of one child, [targets][J], hold its votes' products with the state alone, or with grad and state of each round.
 // They become its couplings c, or c and d of each round.
 template <class Prior>

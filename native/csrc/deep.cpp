@@ -41,10 +41,9 @@ void interleave(const float* from, int64_t rounds, int64_t N, int64_t size, floa
             std::memcpy(to + k * round_step + n * row_step, from + (k * N + n) * size, sizeof(float) * size);
 }
 
-template <class Z>
 struct Deep {
     const tc_connected& c;
-    const Z z;
+    const Pose z = pose_of(c);
     const int N = static_cast<int>(c.N), J = static_cast<int>(c.J), RP = z.RP(), RQ = z.RQ();
     const int64_t JRQ = int64_t{J} * RQ, blocks = ceil_div(c.I, LANES);
     const Chunks chunks{blocks, 16, 1};
@@ -65,7 +64,7 @@ struct Deep {
                                              vf* slots, const vf* inverse, vf* du, vf* dx, vf* dw) const {
         const int targets = 2 * rounds;
         for (int n = 0; n < N; ++n)
-            vote_gradient<1>(rounds, RQ, Slots{slots + int64_t{n} * targets * J + j, 0, J},
+            vote_gradient<1, 0>(rounds, RQ, Slots{slots + int64_t{n} * targets * J + j, 0, J},
                              List<const float>{target + n * targets * JRQ + int64_t{j} * RQ, JRQ},
                              uniform != nullptr ? uniform + n * JRQ + int64_t{j} * RQ : nullptr, List<const vf>{u + n * RQ, 0},
                              c.cosine ? inverse + int64_t{n} * J + j : nullptr, 0, {du + n * RQ, 0});
@@ -158,11 +157,11 @@ struct Deep {
 }  // namespace
 
 void deep_pass(const tc_connected& c, const float* state, const float* grad, float* out) {
-    with_pose(c, [&](auto z) { Deep<decltype(z)>{c, z}.pass(state, grad, out); });
+    Deep{c}.pass(state, grad, out);
 }
 
 void deep_full(const tc_connected& c, const Gradients& g) {
-    with_pose(c, [&](auto z) { Deep<decltype(z)>{c, z}.full(g); });
+    Deep{c}.full(g);
 }
 
 }  // namespace torchcaps

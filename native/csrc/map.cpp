@@ -40,7 +40,7 @@ struct Map {
 // division for each child and window would cost a fifth of the pass.
 class Places {
 public:
-    explicit Places(const Map& map) : c_(map.c), RP_(map.RP), places_(static_cast<std::size_t>(map.children)),
+    explicit Places(const Map& map) : c_(map.c), places_(static_cast<std::size_t>(map.children)),
           zeros_(static_cast<std::size_t>(map.RP)) {
         std::size_t i = 0;
         for (int64_t type = 0; type < c_.C; ++type)
@@ -58,41 +58,47 @@ public:
         return {top, left, n * c_.C * c_.H * c_.W + top * c_.W + left};
     }
 
-    // The pose of a child of a window; where that is padding, or there is no such child, zeros.
+    // The pose of a child of a window; zeros where that is padding.
     TC_INLINE const float* pose(const Window& window, int64_t child) const {
-        const int64_t from = child < static_cast<int64_t>(places_.size()) ? place(window, child) : -1;
-        return from < 0 ? zeros_.data() : c_.poses + from;
-    }
-
-    const float* zeros() const { return zeros_.data(); }
-
-    // [children][WINDOWS] from window `first` on, and some zeros behind: windows too many are the last once more
-    template <int WINDOWS>
-    std::vector<const float*> poses(int64_t first) const {
-        std::vector<const float*> x((places_.size() + 6) * WINDOWS, zeros());
-        for (int n = 0; n < WINDOWS; ++n) {
-            const Window here = window(std::min(first + n, c_.N * c_.out_h * c_.out_w - 1));
-            for (std::size_t i = 0; i < places_.size(); ++i) x[i * WINDOWS + n] = pose(here, static_cast<int64_t>(i));
-        }
-        return x;
-    }
-
-    // Where that pose lies in the map, or -1.
-    TC_INLINE int64_t place(const Window& window, int64_t child) const {
         const Place& place = places_[static_cast<std::size_t>(child)];
         const int64_t y = window.top + place.row, x = window.left + place.column;
-        if (y < 0 || y >= c_.H || x < 0 || x >= c_.W) return -1;
-        return (window.first + place.offset) * RP_;
+        if (y < 0 || y >= c_.H || x < 0 || x >= c_.W) return zeros();
+        return c_.poses + (window.first + place.offset) * c_.R * c_.P;
     }
+    const float* zeros() const { return zeros_.data(); }
 
 private:
     struct Place {
         int64_t row, column, offset;
     };
     const tc_map& c_;
-    const int64_t RP_;
     std::vector<Place> places_;
     std::vector<float> zeros_;
+};
+
+// Poses of children begin .. end in one window; children too many have zeros.
+class Poses {
+public:
+    Poses(const Places& places, int64_t window, int64_t begin, int64_t end)
+        : zeros_(places.zeros()), x_(static_cast<std::size_t>(end - begin + AHEAD + 3), places.zeros()), begin_(begin) {
+        const Places::Window here = places.window(window);
+        for (int64_t i = begin; i < end; ++i) x_[static_cast<std::size_t>(i - begin)] = places.pose(here, i);
+    }
+    const float* const* of(int64_t child) const { return x_.data() + (child - begin_); }
+
+    // Whether child i or i + 1 lies in the map. Asks for one that comes soon: the next pose is seldom the next in memory.
+    TC_INLINE bool any(int64_t i) const {
+        const float* const* own = of(i);
+        __builtin_prefetch(own[AHEAD]);
+        __builtin_prefetch(own[AHEAD + 1]);
+        return own[0] != zeros_ || own[1] != zeros_;
+    }
+
+private:
+    static constexpr int64_t AHEAD = 4;
+    const float* zeros_;
+    std::vector<const float*> x_;
+    int64_t begin_;
 };
 
 // What is added to the logits of a child, [V]: the prior, and for lanes behind the last parent a number that leaves them no
@@ -180,163 +186,148 @@ inline void couple_lanes(bool leaky, int V, int items, int targets, vf* slots, c
 
 // ------------------------------------------------------------------------------------------------------ sums over children
 
-constexpr int WINDOWS = 2;  // windows that share every look at the weights; each lets two children share one at its parents
+// Two children, who share every look at the parents of a window.
+struct Two {
+    const float* const* x;  // their poses
+    const vf* w;
+    int64_t w_next;          // weights [V][PQ] at w and at w + w_next
+    List<vf> votes;          // of child k towards vector h of parents: at item k, h * votes_step further
+    int votes_step;
+    vf* slots;               // [child][targets][V]
+    vf* inverse;             // [child][V], or null without cosine agreement
 
-// Votes [child][V][window][RQ] of two children in WINDOWS windows from their poses [child][window][RP], and their slots
-// [window][child][targets][V]; targets [window][target][V][RQ].
-template <class Z>
-__attribute__((noinline)) void votes_of_two(const Z z, int V, const float* const* x, const vf* w, int64_t w_next, int targets, const vf* target, vf* votes,
-                                            vf* slots, vf* inverse) {
+    List<vf> towards(int h) const { return {votes.data + int64_t{h} * votes_step, votes.stride}; }
+};
+
+template <int T, class Z>
+__attribute__((noinline)) void votes_of_two(const Z z, int V, const Two& two, int targets, const vf* target) {
     const int64_t VRQ = int64_t{V} * z.RQ(), kept = int64_t{targets} * V;
     for (int h = 0; h < V; ++h) {
-        vf* u = votes + h * WINDOWS * z.RQ();
-        for (int k = 0; k < 2; ++k)
-            for (int n = 0; n < WINDOWS; ++n)
-                product_into(z.R, z.P, z.Q, Matrix<float>{x[k * WINDOWS + n], z.P, 1}, Matrix<vf>{w + k * w_next + h * z.PQ(), z.Q, 1},
-                             u + k * WINDOWS * VRQ + n * z.RQ());
-        for (int n = 0; n < WINDOWS; ++n) {
-            dots<2>(targets, z.RQ(), List<const vf>{u + n * z.RQ(), WINDOWS * VRQ}, List<const vf>{target + n * targets * VRQ + h * z.RQ(), VRQ},
-                    Slots{slots + n * 2 * kept + h, kept, V});
-            for (int k = 0; inverse != nullptr && k < 2; ++k)
-                inverse[(n * 2 + k) * V + h] = inverse_norm(u + n * z.RQ() + k * WINDOWS * VRQ, z.RQ());
-        }
+        const vf* w = two.w + h * z.PQ();
+        const List<vf> u = two.towards(h);
+        two_votes<T>(z, Matrix<float>{two.x[0], z.P, 1}, Matrix<float>{two.x[1], z.P, 1}, Matrix<vf>{w, z.Q, 1}, Matrix<vf>{w + two.w_next, z.Q, 1},
+                     targets, List<const vf>{target + h * z.RQ(), VRQ}, u, Slots{two.slots + h, kept, V});
+        for (int k = 0; two.inverse != nullptr && k < 2; ++k) two.inverse[k * V + h] = inverse_norm(u.data + k * u.stride, z.RQ());
     }
 }
 
-// sum [window][V][RQ] += shares times votes of both children
+// Votes of children i and i + 1 of a window, in `votes` and `slots`; with `kept` no votes but what cosine agreement needs.
 template <class Z>
-__attribute__((noinline)) void add_two(const Z z, int V, const vf* votes, const Slots shares, vf* sum) {
-    for (int n = 0; n < WINDOWS; ++n)
-        for (int h = 0; h < V; ++h) {
-            const List<vf> to{sum + int64_t{n * V + h} * z.RQ(), 0};
-            mix_of<1, 2>(z.RQ(), Slots{shares.data + n * shares.item + h, 0, shares.target},
-                         List<const vf>{votes + (h * WINDOWS + n) * z.RQ(), int64_t{WINDOWS} * V * z.RQ()}, to, 1, to);
-        }
+Two votes_of_pair(const Map& map, const Z& z, const Poses& poses, int64_t i, const vf* weight, int targets, const vf* target, const List<vf> votes,
+                  int votes_step, vf* slots, vf* inverse) {
+    const int64_t VPQ = int64_t{map.V} * z.PQ(), last = map.children - 1;
+    const Two two{poses.of(i), weight + std::min(i, last) * VPQ, i < last ? VPQ : 0, votes, votes_step, slots, map.c.cosine ? inverse : nullptr};
+    auto function = votes_of_two<0, Z>;
+    if constexpr (!std::is_same_v<Z, Pose>) {
+        if (targets == 1) function = votes_of_two<1, Z>;
+        if (targets == 2) function = votes_of_two<2, Z>;
+        if (targets == 4 && !map.c.cosine) function = votes_of_two<4, Z>;
+    }
+    function(z, map.V, two, targets, target);
+    return two;
+}
+
+// sum [V][RQ] += shares [child][..][V] times votes [child][V][RQ] of FOUR children
+constexpr int FOUR = 4;  // whose softmaxes hide each other's latency
+
+template <class Z>
+__attribute__((noinline)) void add_four(const Z z, int V, const vf* votes, vf* shares, int64_t next, vf* sum) {
+    for (int h = 0; h < V; ++h) {
+        const List<vf> to{sum + h * z.RQ(), 0};
+        mix_of<1, FOUR>(z.RQ(), Slots{shares + h, 0, next}, List<const vf>{votes + h * z.RQ(), int64_t{V} * z.RQ()}, to, 1, to);
+    }
 }
 
 template <class Z>
-void walk(const Map& map, const Places& places, const Z z, const vf* weight, const Bias& bias, int targets, const vf* target, int64_t first, vf* out) {
-    const int V = map.V;
-    const int64_t VRQ = int64_t{V} * z.RQ(), VPQ = int64_t{V} * z.PQ(), kept = int64_t{targets} * V;
-    const Scratch scratch({2 * WINDOWS * VRQ, 2 * WINDOWS * kept, 2 * WINDOWS * int64_t{V}, WINDOWS * VRQ});
-    const auto [votes, slots, inverse, sum] = scratch.parts;
-    std::fill(out, out + WINDOWS * VRQ, vf{});
-    std::fill(sum, sum + WINDOWS * VRQ, vf{});
-    const std::vector<const float*> x = places.poses<WINDOWS>(first);
-    for (int64_t i = 0; i < map.children; i += 2) {
-        const bool two = i + 1 < map.children;  // else the second has a pose of zeros
-        const float* const* own = x.data() + i * WINDOWS;
-        bool any = false;
-        for (int s = 0; s < 2 * WINDOWS; ++s) {
-            any |= own[s] != places.zeros();
-            __builtin_prefetch(own[s + 4 * WINDOWS]);
-        }
-        if (any) {
-            votes_of_two(z, V, own, weight + i * VPQ, two ? VPQ : 0, targets, target, votes, slots, map.c.cosine ? inverse : nullptr);
-            const vf *b0 = bias.of(i), *b1 = bias.of(two ? i + 1 : i), *biases[2 * WINDOWS];
-            for (int n = 0; n < WINDOWS; ++n) biases[2 * n] = b0, biases[2 * n + 1] = b1;
-            couple_lanes(map.c.leaky, V, 2 * WINDOWS, targets, slots, biases, map.c.cosine ? inverse : nullptr);
+void walk(const Map& map, const Places& places, const Z z, const vf* weight, const Bias& bias, int targets, const float* state, const float* grad,
+          int64_t window, float* out) {
+    const int V = map.V, RQ = z.RQ();
+    const int64_t VRQ = int64_t{V} * RQ, JRQ = map.c.J * RQ, kept = int64_t{targets} * V;
+    const Scratch scratch({targets * VRQ, FOUR * VRQ, FOUR * kept, FOUR * int64_t{V}, VRQ, VRQ});
+    const auto [target, votes, slots, inverse, sum, total] = scratch.parts;
+    if (grad != nullptr) map.turn(grad + window * JRQ, RQ, target);
+    map.turn(state + window * JRQ, RQ, target + (targets - 1) * VRQ);
+    std::fill(sum, sum + VRQ, vf{});
+    std::fill(total, total + VRQ, vf{});
+    const Poses poses(places, window, 0, map.children);
+    for (int64_t i = 0; i < map.children; i += FOUR) {
+        if (poses.any(i) | poses.any(i + 2)) {
+            const vf* biases[FOUR];
+            for (int k = 0; k < FOUR; ++k) biases[k] = bias.of(std::min(i + k, map.children - 1));
+            for (int k = 0; k < FOUR; k += 2)
+                votes_of_pair(map, z, poses, i + k, weight, targets, target, {votes + k * VRQ, VRQ}, RQ, slots + k * kept, inverse + k * V);
+            couple_lanes(map.c.leaky, V, FOUR, targets, slots, biases, map.c.cosine ? inverse : nullptr);
             vf* shares = slots + (targets - 1) * V;
-            for (int s = 0; map.c.cosine && targets == 2 && s < 2 * WINDOWS; ++s)
-                for (int h = 0; h < V; ++h) shares[s * kept + h] *= inverse[s * V + h];
-            add_two(z, V, votes, Slots{shares, 2 * kept, kept}, sum);
+            for (int k = 0; map.c.cosine && targets == 2 && k < FOUR; ++k)
+                for (int h = 0; h < V; ++h) shares[k * kept + h] *= inverse[k * V + h];
+            add_four(z, V, votes, shares, kept, sum);
         }
-        if ((i + 2) % SUM_BLOCK == 0 || i + 2 >= map.children) flush(sum, out, WINDOWS * VRQ);
+        if ((i + FOUR) % SUM_BLOCK == 0 || i + FOUR >= map.children) flush(sum, total, VRQ);
     }
+    map.turn_back(total, RQ, out + window * JRQ);
 }
 
 constexpr int SUM_WINDOWS = 4, SUM_CHILDREN = 8;  // of one product of the plain sum
 
+// Windows first .. first + SUM_WINDOWS: those too many are the last once more.
 template <class Z>
-void walk_sum(const Map& map, const Places& places, const Z z, const vf* weight, int64_t first, vf* out) {
-    const int V = map.V, RP = z.RP();
-    const int64_t VRQ = int64_t{V} * z.RQ(), VPQ = int64_t{V} * z.PQ();
-    const Scratch scratch({ceil_div(SUM_WINDOWS * SUM_CHILDREN * RP, LANES), SUM_WINDOWS * VRQ, SUM_WINDOWS * VRQ});
-    const auto [poses, sum, total] = scratch.parts;  // sums [V][window][RQ]
+void walk_sum(const Map& map, const Places& places, const Z z, const vf* weight, int64_t first, float* out) {
+    const int V = map.V, RP = z.RP(), RQ = z.RQ();
+    const int64_t VRQ = int64_t{V} * RQ, VPQ = int64_t{V} * z.PQ(), each = SUM_WINDOWS * VRQ;
+    const Scratch scratch({ceil_div(SUM_WINDOWS * SUM_CHILDREN * RP, LANES), each, each, VRQ});
+    const auto [poses, sum, total, own] = scratch.parts;  // sums [V][window][RQ]
     float* x = reinterpret_cast<float*>(poses);
-    std::fill(sum, sum + SUM_WINDOWS * VRQ, vf{});
-    std::fill(total, total + SUM_WINDOWS * VRQ, vf{});
+    std::fill(sum, sum + each, vf{});
+    std::fill(total, total + each, vf{});
     Places::Window window[SUM_WINDOWS];
     for (int n = 0; n < SUM_WINDOWS; ++n) window[n] = places.window(std::min(first + n, map.windows - 1));
     for (int64_t i = 0; i < map.children; i += SUM_CHILDREN) {
         const int many = static_cast<int>(std::min<int64_t>(SUM_CHILDREN, map.children - i));
         for (int t = 0; t < many; ++t)
-            for (int n = 0; n < SUM_WINDOWS; ++n) {
-                const float* from = places.pose(window[n], i + t);
-                std::copy(from, from + RP, x + (t * SUM_WINDOWS + n) * RP);
-            }
+            for (int n = 0; n < SUM_WINDOWS; ++n) std::copy_n(places.pose(window[n], i + t), RP, x + (t * SUM_WINDOWS + n) * RP);
         for (int h = 0; h < V; ++h)
             product_onto(SUM_WINDOWS * z.R, z.P, z.Q, Matrix<float>{x, z.P, 1, SUM_WINDOWS * RP}, Matrix<vf>{weight + i * VPQ + h * z.PQ(), z.Q, 1, VPQ},
-                         sum + h * SUM_WINDOWS * z.RQ(), many);
-        if ((i + SUM_CHILDREN) % SUM_BLOCK == 0 || i + SUM_CHILDREN >= map.children) flush(sum, total, SUM_WINDOWS * VRQ);
+                         sum + h * SUM_WINDOWS * RQ, many);
+        if ((i + SUM_CHILDREN) % SUM_BLOCK == 0 || i + SUM_CHILDREN >= map.children) flush(sum, total, each);
     }
-    for (int n = 0; n < SUM_WINDOWS; ++n)
-        for (int h = 0; h < V; ++h)
-            std::copy(total + (h * SUM_WINDOWS + n) * z.RQ(), total + (h * SUM_WINDOWS + n + 1) * z.RQ(), out + n * VRQ + h * z.RQ());
+    for (int n = 0; n < SUM_WINDOWS && first + n < map.windows; ++n) {
+        for (int h = 0; h < V; ++h) std::copy_n(total + (h * SUM_WINDOWS + n) * RQ, RQ, own + h * RQ);
+        map.turn_back(own, RQ, out + (first + n) * map.c.J * RQ);
+    }
 }
 
 template <class Z>
 void pass(const Map& map, const Z z, const float* state, const float* grad, float* out) {
-    const int RQ = z.RQ(), targets = (state != nullptr) + (grad != nullptr), at_once = targets == 0 ? SUM_WINDOWS : WINDOWS;
-    const int64_t VRQ = int64_t{map.V} * RQ, VPQ = int64_t{map.V} * z.PQ(), JRQ = map.c.J * RQ;
+    const int64_t VPQ = int64_t{map.V} * z.PQ();
     Buffer weight(map.children * VPQ * LANES);
     map.turn_all(map.c.weight, map.children, z.PQ(), weight.vectors(), VPQ);
     const Bias bias(map);
     const Places places(map);
-    parallel_for(ceil_div(map.windows, at_once), map.threads, [&](int64_t task) {
-        const int64_t first = task * at_once;
-        Buffer turned((targets + 1) * at_once * VRQ * LANES);
-        vf *target = turned.vectors(), *sums = target + targets * at_once * VRQ;
-        for (int n = 0; targets > 0 && n < at_once; ++n) {
-            const int64_t from = std::min(first + n, map.windows - 1) * JRQ;  // a window too many is the last once more
-            if (grad != nullptr) map.turn(grad + from, RQ, target + n * targets * VRQ);
-            map.turn(state + from, RQ, target + (n * targets + targets - 1) * VRQ);
-        }
-        if (targets == 0) walk_sum(map, places, z, weight.vectors(), first, sums);
-        else walk(map, places, z, weight.vectors(), bias, targets, target, first, sums);
-        for (int n = 0; n < at_once && first + n < map.windows; ++n) map.turn_back(sums + n * VRQ, RQ, out + (first + n) * JRQ);
-    });
+    if (state == nullptr)
+        parallel_for(ceil_div(map.windows, SUM_WINDOWS), map.threads,
+                     [&](int64_t task) { walk_sum(map, places, z, weight.vectors(), task * SUM_WINDOWS, out); });
+    else
+        parallel_for(map.windows, map.threads, [&](int64_t window) {
+            walk(map, places, z, weight.vectors(), bias, grad != nullptr ? 2 : 1, state, grad, window, out);
+        });
 }
 
 // --------------------------------------------------------------------------------------------- the gradients of all rounds
 
-#ifndef ITEMS_FULL
-#define ITEMS_FULL 1
-#endif
-// ITEMS places of one window
-template <int ITEMS>
-struct Some {
-    const vf* w;       // [ITEMS][V][PQ]
-    vf *votes, *slots, *inverse;  // [ITEMS][V][RQ], [ITEMS][targets][V], [ITEMS][V]
-    vf *du, *dx, *dw;  // [ITEMS][RQ], [ITEMS][RP], [ITEMS][V][PQ]
-    const float* x[ITEMS];  // [RP] each
-};
-
-template <int ITEMS, class Z>
-__attribute__((noinline)) void votes_of(const Z z, int V, const Some<ITEMS>& some, int targets, const vf* target) {
-    const int64_t VRQ = int64_t{V} * z.RQ(), kept = int64_t{targets} * V;
+// dx [child][RP] and dw [child][V][PQ] of two children in one window; du [child][V][RQ] to work on
+template <int ROUNDS, class Z>
+__attribute__((noinline)) void gradients_of_two(const Z z, int V, const Two& two, int rounds, const vf* target, bool uniform, vf* du, vf* dx, vf* dw) {
+    const int64_t VRQ = int64_t{V} * z.RQ(), VPQ = int64_t{V} * z.PQ();
     for (int h = 0; h < V; ++h) {
-        for (int k = 0; k < ITEMS; ++k)
-            product_into(z.R, z.P, z.Q, Matrix<float>{some.x[k], z.P, 1}, Matrix<vf>{some.w + (k * V + h) * z.PQ(), z.Q, 1},
-                         some.votes + k * VRQ + h * z.RQ());
-        dots<ITEMS>(targets, z.RQ(), List<const vf>{some.votes + h * z.RQ(), VRQ}, List<const vf>{target + h * z.RQ(), VRQ}, Slots{some.slots + h, kept, V});
-        for (int k = 0; some.inverse != nullptr && k < ITEMS; ++k) some.inverse[k * V + h] = inverse_norm(some.votes + k * VRQ + h * z.RQ(), z.RQ());
+        const vf* own = target + h * z.RQ();
+        vote_gradient<2, ROUNDS>(rounds, z.RQ(), Slots{two.slots + h, 2 * int64_t{rounds} * V, V}, List<const vf>{own, VRQ},
+                                 uniform ? own + 2 * rounds * VRQ : nullptr, two.towards(h).fixed(), two.inverse != nullptr ? two.inverse + h : nullptr,
+                                 V, {du + h * z.RQ(), VRQ});
+        for (int k = 0; k < 2; ++k)
+            product_onto(z.P, z.R, z.Q, Matrix<float>{two.x[k], 1, z.P}, Matrix<vf>{du + k * VRQ + h * z.RQ(), z.Q, 1}, dw + k * VPQ + h * z.PQ());
     }
-}
-
-template <int ITEMS, class Z>
-__attribute__((noinline)) void gradients_of(const Z z, int V, const Some<ITEMS>& some, int rounds, const vf* target, const vf* uniform) {
-    const int64_t VRQ = int64_t{V} * z.RQ(), kept = 2 * int64_t{rounds} * V;
-    for (int h = 0; h < V; ++h) {
-        vote_gradient<ITEMS>(rounds, z.RQ(), Slots{some.slots + h, kept, V}, List<const vf>{target + h * z.RQ(), VRQ},
-                             uniform != nullptr ? uniform + h * z.RQ() : nullptr, List<const vf>{some.votes + h * z.RQ(), VRQ},
-                             some.inverse != nullptr ? some.inverse + h : nullptr, V, {some.du, z.RQ()});
-        for (int k = 0; k < ITEMS; ++k) {
-            const vf* du = some.du + k * z.RQ();
-            product_onto(z.R, z.Q, z.P, Matrix<vf>{du, z.Q, 1}, Matrix<vf>{some.w + (k * V + h) * z.PQ(), 1, z.Q}, some.dx + k * z.RP());
-            product_onto(z.P, z.R, z.Q, Matrix<float>{some.x[k], 1, z.P}, Matrix<vf>{du, z.Q, 1}, some.dw + (k * V + h) * z.PQ());
-        }
-    }
+    for (int k = 0; k < 2; ++k)
+        product_into(z.R, z.Q, z.P, Matrix<vf>{du + k * VRQ, z.Q, 1, z.RQ()}, Matrix<vf>{two.w + k * two.w_next, 1, z.Q, z.PQ()}, dx + k * z.RP(), V);
 }
 
 template <class Z>
@@ -355,78 +346,57 @@ void full(const Map& map, const Z z, const Gradients& g) {
     const Bias bias(map);
     const Places places(map);
 
-    parallel_for(c.C, map.threads, [&](int64_t type) {
-        constexpr int ITEMS = ITEMS_FULL;
-        const Scratch scratch({ceil_div(ITEMS * RP, LANES), ceil_div(RP, LANES), ITEMS * VRQ, ITEMS * kept, int64_t{ITEMS} * V, int64_t{ITEMS} * RQ,
-                               int64_t{ITEMS} * RP, (map.kernel + 1) * VPQ, map.kernel * VPQ, (map.kernel + 1) * V});
-        const auto [poses, dx_lanes, votes, slots, inverse, du, dx, dw, dw_total, dp] = scratch.parts;
-        float *dx_sum = reinterpret_cast<float*>(dx_lanes);
-        std::fill(dw, dw + map.kernel * VPQ, vf{});
-        std::fill(dw_total, dw_total + map.kernel * VPQ, vf{});
-        std::fill(dp, dp + map.kernel * V, vf{});
-        for (int64_t n = 0; n < c.N; ++n) {
-            float* own = g.d_poses + (n * c.C + type) * c.H * c.W * RP;
-            std::fill(own, own + c.H * c.W * RP, 0.0f);
-        }
+    // Children come in pairs: two types together make an even number of them.
+    const int64_t types = map.kernel % 2 != 0 && c.C > 1 ? 2 : 1;
+    parallel_for(ceil_div(c.C, types), map.threads, [&](int64_t task) {
+        const int64_t first = task * types, last = std::min(first + types, c.C), begin = first * map.kernel, end = last * map.kernel;
+        const int64_t many = end - begin + 1, votes_size = c.cosine ? VRQ : RQ;  // one child too many; votes of one vector are kept
+        const Scratch scratch({2 * votes_size, 2 * kept, 2 * int64_t{V}, 2 * VRQ, 2 * int64_t{RP}, ceil_div(RP, LANES), many * VPQ, many * VPQ,
+                               many * V});
+        const auto [votes, slots, inverse, du, dx, dx_lanes, dw, dw_total, dp] = scratch.parts;
+        float* dx_sum = reinterpret_cast<float*>(dx_lanes);
+        std::fill(dw, dw + many * VPQ, vf{});
+        std::fill(dw_total, dw_total + many * VPQ, vf{});
+        std::fill(dp, dp + many * V, vf{});
+        for (int64_t n = 0; n < c.N; ++n)
+            std::fill(g.d_poses + (n * c.C + first) * c.H * c.W * RP, g.d_poses + (n * c.C + last) * c.H * c.W * RP, 0.0f);
         for (int64_t window = 0; window < map.windows; ++window) {
-            const Places::Window here = places.window(window);
-            const vf *target = packed.vectors() + window * per_window, *uniform = g.uniform != nullptr ? target + targets * VRQ : nullptr;
-            const auto visit = [&, dx_sum = dx_sum](auto items, int64_t place) {
-                constexpr int M = decltype(items)::value;
-                const int64_t i = type * map.kernel + place;
-                const vf* biases[M];
-                Some<M> some{weight.vectors() + i * VPQ, scratch.parts[2], scratch.parts[3], c.cosine ? scratch.parts[4] : nullptr,
-                             scratch.parts[5], scratch.parts[6], scratch.parts[7] + place * VPQ, {}};
-                bool any = false;
-                for (int k = 0; k < M; ++k) {
-                    some.x[k] = places.pose(here, i + k);
-                    any |= some.x[k] != places.zeros();
-                    biases[k] = bias.of(i + k);
-                }
-                if (!any) return;
-                votes_of(z, V, some, targets, target);
-                couple_lanes(c.leaky, V, M, targets, some.slots, biases, some.inverse);
-                for (int k = 0; g.d_prior != nullptr && k < M; ++k)
+            const vf* target = packed.vectors() + window * per_window;
+            const Poses poses(places, window, begin, end);
+            for (int64_t i = begin; i < end; i += 2) {
+                if (!poses.any(i)) continue;
+                const vf* biases[2] = {bias.of(i), bias.of(std::min(i + 1, end - 1))};
+                const Two two = votes_of_pair(map, z, poses, i, weight.vectors(), targets, target, {votes, votes_size}, c.cosine ? RQ : 0, slots, inverse);
+                couple_lanes(c.leaky, V, 2, targets, slots, biases, two.inverse);
+                for (int k = 0; g.d_prior != nullptr && k < 2; ++k)
                     for (int r = 1; r < targets; r += 2)
-                        for (int h = 0; h < V; ++h) scratch.parts[9][(place + k) * V + h] += some.slots[k * kept + r * V + h];
-                std::fill(some.dx, some.dx + M * RP, vf{});
-                gradients_of(z, V, some, g.K, target, uniform);
-                for (int k = 0; k < M; ++k) {
-                    if (some.x[k] == places.zeros()) continue;
-                    float* own = g.d_poses + (some.x[k] - c.poses);
-                    sum_lanes_each(some.dx + k * RP, RP, dx_sum);
+                        for (int h = 0; h < V; ++h) dp[(i - begin + k) * V + h] += slots[k * kept + r * V + h];
+                const auto gradients = !std::is_same_v<Z, Pose> && g.K == 2 && !c.cosine ? gradients_of_two<std::is_same_v<Z, Pose> ? 0 : 2, Z> : gradients_of_two<0, Z>;
+                gradients(z, V, two, g.K, target, g.uniform != nullptr, du, dx, dw + (i - begin) * VPQ);
+                for (int k = 0; k < 2; ++k) {
+                    if (two.x[k] == places.zeros()) continue;
+                    float* own = g.d_poses + (two.x[k] - c.poses);
+                    sum_lanes_each(dx + k * RP, RP, dx_sum);
                     for (int e = 0; e < RP; ++e) own[e] += dx_sum[e];
                 }
-            };
-            int64_t place = 0;
-            for (; place + ITEMS <= map.kernel; place += ITEMS) visit(constant<ITEMS>, place);
-            if constexpr (ITEMS > 1)
-                if (place < map.kernel) visit(constant<1>, place);
-            if (window % SUM_BLOCK == SUM_BLOCK - 1 || window + 1 == map.windows) flush(dw, dw_total, map.kernel * VPQ);
+            }
+            if ((window + 1) % SUM_BLOCK == 0 || window + 1 == map.windows) flush(dw, dw_total, (end - begin) * VPQ);
         }
-        for (int64_t place = 0; place < map.kernel; ++place) {
-            const int64_t i = type * map.kernel + place;
-            map.turn_back(dw_total + place * VPQ, PQ, g.d_weight + i * c.J * PQ);
-            if (g.d_prior != nullptr) std::memcpy(g.d_prior + i * c.J, dp + place * V, sizeof(float) * static_cast<std::size_t>(c.J));
+        for (int64_t i = begin; i < end; ++i) {
+            map.turn_back(dw_total + (i - begin) * VPQ, PQ, g.d_weight + i * c.J * PQ);
+            if (g.d_prior != nullptr) std::memcpy(g.d_prior + i * c.J, dp + (i - begin) * V, sizeof(float) * static_cast<std::size_t>(c.J));
         }
     });
-}
-
-template <class Use>
-void with_pose(const tc_map& c, Use&& use) {
-    const Pose pose{static_cast<int>(c.R), static_cast<int>(c.P), static_cast<int>(c.Q)};
-    if (is<4, 4, 4>(pose)) use(Fixed<4, 4, 4>{});
-    else use(pose);
 }
 
 }  // namespace
 
 void map_pass(const tc_map& c, const float* state, const float* grad, float* out) {
-    with_pose(c, [&](auto z) { pass(Map{c}, z, state, grad, out); });
+    with_pose<Fixed<4, 4, 4>>(pose_of(c), [&](auto z) { pass(Map{c}, z, state, grad, out); });
 }
 
 void map_full(const tc_map& c, const Gradients& g) {
-    with_pose(c, [&](auto z) { full(Map{c}, z, g); });
+    with_pose<Fixed<4, 4, 4>>(pose_of(c), [&](auto z) { full(Map{c}, z, g); });
 }
 
 }  // namespace torchcaps

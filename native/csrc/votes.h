@@ -27,8 +27,15 @@ struct Fixed {  // the same, known to the compiler
     static constexpr int PQ() { return P * Q; }
 };
 
-template <int R, int P, int Q>
-bool is(const Pose& pose) { return pose.R == R && pose.P == P && pose.Q == Q; }
+template <class Problem>
+Pose pose_of(const Problem& c) { return {static_cast<int>(c.R), static_cast<int>(c.P), static_cast<int>(c.Q)}; }
+
+// use(z) with `pose`, or with that of `Known` that equals it: what the compiler knows is some 10 % faster
+template <class... Known, class Use>
+void with_pose(const Pose& pose, Use&& use) {
+    const auto is = [&](auto z) { return pose.R == z.R && pose.P == z.P && pose.Q == z.Q; };
+    if (!((is(Known{}) && (use(Known{}), true)) || ...)) use(pose);
+}
 
 // --------------------------------------------------------------------------------------------------------------- products
 
@@ -84,8 +91,8 @@ TC_INLINE void product(int rows, int inner, int columns, int many, const Matrix<
 }
 
 template <class A, class B>
-TC_INLINE void product_into(int rows, int inner, int columns, const Matrix<A> a, const Matrix<B> b, vf* to) {
-    product(rows, inner, columns, 1, a, b, [&](int r, int c, vf value) __attribute__((always_inline)) { to[r * columns + c] = value; });
+TC_INLINE void product_into(int rows, int inner, int columns, const Matrix<A> a, const Matrix<B> b, vf* to, int many = 1) {
+    product(rows, inner, columns, many, a, b, [&](int r, int c, vf value) __attribute__((always_inline)) { to[r * columns + c] = value; });
 }
 
 template <class A, class B>
@@ -109,6 +116,7 @@ struct Slots {  // what belongs to item i (a child) and target t lies at data[i 
     Slots from(int64_t t) const { return {data + t * target, item, target}; }
 };
 
+// slot (i, t) = <u_i, s_t> over `count` entries, of ITEMS votes and TARGETS targets
 template <int ITEMS, int TARGETS, class S>
 TC_INLINE void dots_of(int count, const List<const vf> u, const List<const S> s, const Slots to) {
     constexpr int CHAINS = ITEMS * TARGETS >= 4 ? 1 : 2;  // sums side by side hide the latency of one
@@ -136,13 +144,54 @@ TC_INLINE void dots_of(int count, const List<const vf> u, const List<const S> s,
     });
 }
 
-// slot (i, t) = <u_i, s_t> over `count` entries, of ITEMS votes and any number of targets
+// The same for any number of targets.
 template <int ITEMS, class S>
 TC_INLINE void dots(int targets, int count, const List<const vf> u, const List<const S> s, const Slots to) {
     int t = 0;
     for (; t + 4 <= targets; t += 4) dots_of<ITEMS, 4>(count, u, s.from(t), to.from(t));
     for (; t + 2 <= targets; t += 2) dots_of<ITEMS, 2>(count, u, s.from(t), to.from(t));
     if (t < targets) dots_of<ITEMS, 1>(count, u, s.from(t), to.from(t));
+}
+
+// A vote u = x W, and its products with one or two targets while it is in registers.
+template <int TARGETS, class Z, class A, class B, class S>
+TC_INLINE void vote_of(const Z& z, const Matrix<A> x, const Matrix<B> w, const List<const S> s, vf* u, const Slots to) {
+    vf even[TARGETS], odd[TARGETS];
+    const S* from[TARGETS];
+#pragma GCC unroll 4
+    for (int t = 0; t < TARGETS; ++t) {
+        even[t] = odd[t] = vf{};
+        from[t] = s.data + t * s.stride;
+        asm("" : "+r"(from[t]));  // one pointer for each, not one for each entry
+    }
+    product(z.R, z.P, z.Q, 1, x, w, [&](int r, int c, vf value) __attribute__((always_inline)) {
+        const int e = r * z.Q + c;
+        if (TARGETS < 4) u[e] = value;
+#pragma GCC unroll 4
+        for (int t = 0; t < TARGETS; ++t) {
+            const vf more = value * from[t][e];
+            if (TARGETS < 4 && c % 2 != 0) odd[t] += more;
+            else even[t] += more;
+        }
+    });
+#pragma GCC unroll 4
+    for (int t = 0; t < TARGETS; ++t) to.data[t * to.target] = even[t] + odd[t];
+}
+
+// Votes of two children and their products with the targets: T of them where that is 1, 2 or 4, any number where T is 0.
+// A walk is a function for each T: one for all would have no registers left.
+template <int T, class Z, class A, class B, class S>
+TC_INLINE void two_votes(const Z& z, const Matrix<A> x0, const Matrix<A> x1, const Matrix<B> w0, const Matrix<B> w1, int targets,
+                         const List<const S> s, const List<vf> u, const Slots to) {
+    if constexpr (T == 1 || T == 2 || T == 4) {
+        vote_of<T>(z, x0, w0, s, u.data, to);
+        vote_of<T>(z, x1, w1, s, u.data + u.stride, Slots{to.data + to.item, to.item, to.target});
+    } else {
+        product_into(z.R, z.P, z.Q, x0, w0, u.data);
+        product_into(z.R, z.P, z.Q, x1, w1, u.data + u.stride);
+        if constexpr (T == 4) dots_of<2, 4>(z.RQ(), u.fixed(), s, to);
+        else dots<2>(targets, z.RQ(), u.fixed(), s, to);
+    }
 }
 
 template <int ITEMS, int TARGETS, class S, class Base>
@@ -152,11 +201,14 @@ TC_INLINE void mix_of(int count, const Slots c, const List<const S> s, const Lis
     for (int i = 0; i < ITEMS; ++i)
 #pragma GCC unroll 4
         for (int t = 0; t < TARGETS; ++t) share[i][t] = c.data[i * c.item + t * c.target];
-#pragma GCC unroll 2
+    const S* from[TARGETS];
+#pragma GCC unroll 4
+    for (int t = 0; t < TARGETS; ++t) from[t] = s.data + t * s.stride;
+#pragma GCC unroll 4
     for (int e = 0; e < count; ++e) {
         S entry[TARGETS];
 #pragma GCC unroll 4
-        for (int t = 0; t < TARGETS; ++t) entry[t] = s.data[t * s.stride + e];
+        for (int t = 0; t < TARGETS; ++t) entry[t] = from[t][e];
 #pragma GCC unroll 2
         for (int i = 0; i < ITEMS; ++i) {
             vf sum = share[i][0] * entry[0] + base.data[i * base.stride + e * base_step];
@@ -235,12 +287,14 @@ inline vf inverse_norm(const vf* u, int count) {
 //     du = base + sum_k c^k grad^k + d^k state^k
 // With cosine agreement the second part reaches a vote through its direction n = u / |u|: (a - n <n, a>) / |u| of
 // a = sum_k d^k state^k. `inverse` [ITEMS] (`inverse_next` apart) is then 1 / |u|, else null; base null is 0.
-template <int ITEMS, class S>
+// ROUNDS: 2 without cosine agreement, or 0, any.
+template <int ITEMS, int ROUNDS, class S>
 TC_INLINE void vote_gradient(int rounds, int count, const Slots c, const List<const S> targets, const S* base, const List<const vf> u,
                              const vf* inverse, int64_t inverse_next, const List<vf> du) {
     const S zero{};
     const List<const S> start{base != nullptr ? base : &zero, 0};
     const int step = base != nullptr;
+    if constexpr (ROUNDS == 2) return mix_of<ITEMS, 4>(count, c, targets, start, step, du);
     if (inverse == nullptr) return mix<ITEMS>(2 * rounds, count, c, targets, start, step, du);
     const Slots each{c.data, c.item, 2 * c.target};
     mix<ITEMS>(rounds, count, each, List<const S>{targets.data, 2 * targets.stride}, start, step, du);
@@ -259,16 +313,26 @@ TC_INLINE void vote_gradient(int rounds, int count, const Slots c, const List<co
 
 // ---------------------------------------------------------------------------------------------------------------- sums
 
+// Lane l of the result is the sum over the lanes of v[l]: halves of two vectors become one, over and over.
+template <int S = LANES / 2>
+TC_INLINE vf sum_lanes_of(vf* v) {
+#pragma GCC unroll 8
+    for (int r = 0; r < S; ++r) {
+        exchange<LANES, S>(v[r], v[r + S], std::make_integer_sequence<int, LANES>{});
+        v[r] += v[r + S];
+    }
+    if constexpr (S > 1) return sum_lanes_of<S / 2>(v);
+    else return v[0];
+}
+
 // to[e] = sum over the lanes of v[e]
 inline void sum_lanes_each(const vf* v, int64_t count, float* to) {
     int64_t e = 0;
     for (; e + LANES <= count; e += LANES) {
         vf block[LANES];
+#pragma GCC unroll 16
         for (int l = 0; l < LANES; ++l) block[l] = v[e + l];
-        transpose_registers<LANES>(block);
-        vf total = block[0];
-        for (int l = 1; l < LANES; ++l) total += block[l];
-        store<LANES>(to + e, total);
+        store<LANES>(to + e, sum_lanes_of(block));
     }
     for (; e < count; ++e) to[e] = sum_lanes(v[e]);
 }

@@ -50,22 +50,29 @@ struct Two {
     Slots slots;             // (child, target), each [J]
     vf* inverse;             // [2][J], or null without cosine agreement
 
-    template <class Z>
-    List<vf> towards(const Z&, int j) const { return {votes.data + int64_t{j} * votes_step, votes.stride}; }
+    List<vf> towards(int j) const { return {votes.data + int64_t{j} * votes_step, votes.stride}; }
 };
 
-template <class Z>
+template <int T, class Z>
 __attribute__((noinline)) void votes_of_two(const Z z, int J, const Two& two, int targets, const List<const vf> target) {
     for (int j = 0; j < J; ++j) {
-        const List<vf> u = two.towards(z, j);
-        for (int k = 0; k < 2; ++k)
-            product_into(z.R, z.P, z.Q, Matrix<vf>{two.x + k * z.RP(), z.P, 1},
-                         Matrix<float>{two.w + k * two.w_next + int64_t{j} * z.PQ(), z.Q, 1}, u.data + k * u.stride);
-        dots<2>(targets, z.RQ(), u.fixed(), List<const vf>{target.data + int64_t{j} * z.RQ(), target.stride},
-                Slots{two.slots.data + j, two.slots.item, two.slots.target});
-        if (two.inverse != nullptr)
-            for (int k = 0; k < 2; ++k) two.inverse[k * J + j] = inverse_norm(u.data + k * u.stride, z.RQ());
+        const List<vf> u = two.towards(j);
+        const float* w = two.w + int64_t{j} * z.PQ();
+        two_votes<T>(z, Matrix<vf>{two.x, z.P, 1}, Matrix<vf>{two.x + z.RP(), z.P, 1}, Matrix<float>{w, z.Q, 1}, Matrix<float>{w + two.w_next, z.Q, 1},
+                     targets, List<const vf>{target.data + int64_t{j} * z.RQ(), target.stride}, u, Slots{two.slots.data + j, two.slots.item, two.slots.target});
+        for (int k = 0; two.inverse != nullptr && k < 2; ++k) two.inverse[k * J + j] = inverse_norm(u.data + k * u.stride, z.RQ());
     }
+}
+
+template <class Z>
+void votes_of_two(const Z& z, int J, const Two& two, int targets, const List<const vf> target) {
+    auto votes = votes_of_two<0, Z>;
+    if constexpr (!std::is_same_v<Z, Pose>) {
+        if (targets == 1) votes = votes_of_two<1, Z>;
+        if (targets == 2) votes = votes_of_two<2, Z>;
+        if (targets == 4 && !two.inverse) votes = votes_of_two<4, Z>;
+    }
+    votes(z, J, two, targets, target);
 }
 
 // sum_j += share_j u_j of both
@@ -73,7 +80,7 @@ template <class Z>
 __attribute__((noinline)) void add_two(const Z z, int J, const Two& two, int target, vf* sum) {
     for (int j = 0; j < J; ++j) {
         const List<vf> to{sum + int64_t{j} * z.RQ(), 0};
-        mix_of<1, 2>(z.RQ(), Slots{two.slots.from(target).data + j, 0, two.slots.item}, two.towards(z, j).fixed(), to, 1, to);
+        mix_of<1, 2>(z.RQ(), Slots{two.slots.from(target).data + j, 0, two.slots.item}, two.towards(j).fixed(), to, 1, to);
     }
 }
 
@@ -177,14 +184,14 @@ struct WeightGradient {
     }
 };
 
-template <class Z>
+template <int ROUNDS, class Z>
 __attribute__((noinline)) void gradients_of_two(const WeightGradient<Z>& weight, int J, const Two& two, int rounds, const List<const vf> target,
                                                 const vf* uniform, const float* rows, int64_t stride, int n, vf* du, vf* dx, const List<vf> dw) {
     const Z z = weight.z;
     for (int j = 0; j < J; ++j) {
         const int64_t at = int64_t{j} * z.RQ();
-        vote_gradient<2>(rounds, z.RQ(), Slots{two.slots.data + j, two.slots.item, two.slots.target}, List<const vf>{target.data + at, target.stride},
-                         uniform != nullptr ? uniform + at : nullptr, two.towards(z, j).fixed(), two.inverse != nullptr ? two.inverse + j : nullptr,
+        vote_gradient<2, ROUNDS>(rounds, z.RQ(), Slots{two.slots.data + j, two.slots.item, two.slots.target}, List<const vf>{target.data + at, target.stride},
+                         uniform != nullptr ? uniform + at : nullptr, two.towards(j).fixed(), two.inverse != nullptr ? two.inverse + j : nullptr,
                          J, {du, z.RQ()});
         for (int k = 0; k < 2; ++k) {
             const vf* d = du + k * z.RQ();
@@ -240,7 +247,8 @@ void full(const tc_connected& c, const Z z, const Gradients& g) {
                         for (int r = 1; g.d_prior != nullptr && r < targets; r += 2)
                             for (int j = 0; j < J; ++j) dp[(t + k) * J + j] += own[r * J + j];
                     }
-                    gradients_of_two(weight, J, two, g.K, {target, JRQ}, g.uniform != nullptr ? target + targets * JRQ : nullptr,
+                    const auto gradients = !std::is_same_v<Z, Pose> && g.K == 2 && !c.cosine ? gradients_of_two<std::is_same_v<Z, Pose> ? 0 : 2, Z> : gradients_of_two<0, Z>;
+                    gradients(weight, J, two, g.K, {target, JRQ}, g.uniform != nullptr ? target + targets * JRQ : nullptr,
                                      poses.rows + t * RP, poses.stride, n, du, dx + t * RP, {dw + (c.shared ? 0 : t * size), c.shared ? 0 : size});
                 }
                 lanes_to_rows(dx, n, children * RP, g.d_poses + (block * LANES * c.I + i) * RP, c.I * RP);
@@ -262,7 +270,7 @@ void wide_pass(const tc_connected& c, const float* state, const float* grad, flo
     Buffer packed(blocks * targets * JRQ * LANES), partial(chunks.count * blocks * JRQ * LANES);
     if (grad != nullptr) pack_rows(c, grad, JRQ, packed.vectors(), targets * JRQ);
     if (state != nullptr) pack_rows(c, state, JRQ, packed.vectors() + (targets - 1) * JRQ, targets * JRQ);
-    with_pose(c, [&](auto z) {
+    with_pose<Fixed<1, 8, 16>, Fixed<4, 4, 4>>(pose_of(c), [&](auto z) {
         parallel_for(chunks.count * blocks, threads, [&](int64_t task) {
             const int64_t b = task % blocks, begin = task / blocks * chunks.length;
             walk(c, z, targets, packed.vectors() + b * targets * JRQ, begin, std::min(begin + chunks.length, c.I), b, partial.vectors() + task * JRQ);
@@ -277,7 +285,7 @@ void wide_pass(const tc_connected& c, const float* state, const float* grad, flo
 }
 
 void wide_full(const tc_connected& c, const Gradients& g) {
-    with_pose(c, [&](auto z) { full(c, z, g); });
+    with_pose<Fixed<1, 8, 16>, Fixed<4, 4, 4>>(pose_of(c), [&](auto z) { full(c, z, g); });
 }
 
 }  // namespace torchcaps

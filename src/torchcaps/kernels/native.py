@@ -14,7 +14,8 @@
 
 Letters as everywhere: N batch, I children, J parents, R rows of a pose, P / Q columns below / above, K rounds.
 Plain float32 tensors in and out, any strides. A child that takes no part has a pose of zeros, hence votes of zeros, and
-needs no mask but where its gradient is asked for. Results are bitwise the same for every number of threads.
+needs no mask but where its gradient is asked for. Results are bitwise the same for every number of
+threads, but for the gradient of a shared weight, which ends in products of torch.
 
 The library is looked for at the first call, next to this file, and comes in several builds for one kind of machine
 (x86-64-v2, v3, v4); the best that this processor runs is taken. Nothing is compiled at run time.
@@ -211,6 +212,9 @@ class _Call:
         library, reason = _found()
         if library is None:
             raise RuntimeError(reason)
+        for a in arguments:  # C++ reads what it is pointed at as float32
+            if isinstance(a, Tensor) and (a.dtype != torch.float32 or not a.is_contiguous()):
+                raise ValueError(f"{name}: the native kernels were handed {a.dtype}: is autocast on around them?")
         plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         if getattr(library, f"tc_{self.kind}_{name}")(ctypes.byref(self.problem), *plain):
             raise MemoryError(f"the native kernels found no memory for {name} of {list(self.parents)} parents")

@@ -41,7 +41,7 @@ class Situation:
     exporting: bool = False
     """`torch.export` (and ONNX through it) is looking: plain operators only."""
     transformed: bool = False
-    """Inside vmap, grad or another transform of `torch.func`."""
+    """Inside vmap, grad or another transform of `torch.func`, or a level of forward-mode derivatives."""
     traceable: bool = True
     """All settings are known by name, so that a compiled graph can hold the derivative."""
     compiling: bool = False
@@ -65,7 +65,7 @@ def situation(
         windows_compete=call.child_ids is not None,
         coupling_wanted=bool(call.return_coupling),
         exporting=torch.compiler.is_exporting(),
-        transformed=not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None,
+        transformed=not torch.compiler.is_compiling() and _transformed(),
         traceable=traceable,
         compiling=torch.compiler.is_compiling(),
         native_cannot=strange or _native.why_not(call.poses, call.weight),
@@ -73,6 +73,11 @@ def situation(
         if backend != "triton" and not call.poses.is_cuda
         else strange or _triton.why_not(call.poses, call.weight, cosine),
     )
+
+
+def _transformed() -> bool:
+    """Inside a transform of torch.func, or where derivatives are carried forward."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def choose(backend: str, now: Situation) -> str:
@@ -105,7 +110,7 @@ def _why_not_streamed(now: Situation) -> str | None:
     if now.exporting:
         return "is not made of plain operators, which an exported graph must be"
     if now.transformed:
-        return "does not run inside transforms of torch.func"
+        return "does not run inside transforms of torch.func, nor with forward-mode derivatives"
     if now.compiling and not now.traceable:
         return "cannot be compiled with a squash that is a callable of your own"
     return None

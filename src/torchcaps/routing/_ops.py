@@ -2,8 +2,8 @@
 
     torchcaps::sum    torchcaps::forward    torchcaps::backward_state    torchcaps::backward_full
 
-An operator takes tensors and plain values only: a `Children` goes in field by field, its windows as one list of
-numbers, the backend by its name.
+Results are contiguous, whatever the strides of what went in: a compiled graph relies on that. An operator takes tensors
+and plain values only: a `Children` goes in field by field, its windows as one list of numbers, the backend by its name.
 """
 
 import torch
@@ -73,7 +73,7 @@ def _windows(numbers: list[int]) -> Windows | None:
 
 @torch.library.custom_op("torchcaps::sum", mutates_args=())
 def _sum(poses: Tensor, weight: Tensor, mask: Tensor | None, windows: list[int]) -> Tensor:
-    return _NATIVE.sum(Children(poses, weight, mask, windows=_windows(windows)))
+    return _NATIVE.sum(Children(poses, weight, mask, windows=_windows(windows))).contiguous()
 
 
 @_sum.register_fake
@@ -88,12 +88,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over, _windows(windows))
     s, lse = _PASSES[backend].forward(ch, V)
-    return s, V.new_empty(0) if lse is None else lse
+    return s.contiguous(), V.new_empty(0) if lse is None else lse.contiguous()
 
 
 @_forward.register_fake
 def _(backend, poses, weight, mask, prior, offset, leaky, cosine, over, windows, V):
-    return torch.empty_like(V), V.new_empty(V.shape[:2] if over == "children" else 0)
+    return V.new_empty(V.shape), V.new_empty(V.shape[:2] if over == "children" else 0)
 
 
 @torch.library.custom_op("torchcaps::backward_state", mutates_args=())
@@ -102,12 +102,12 @@ def _backward_state(
     leaky: bool, cosine: bool, over: str, windows: list[int], V: Tensor, s: Tensor, lse: Tensor | None, ds: Tensor,
 ) -> Tensor:  # fmt: skip
     ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over, _windows(windows))
-    return _PASSES[backend].backward_state(ch, Round(V, s, lse, ds))
+    return _PASSES[backend].backward_state(ch, Round(V, s, lse, ds)).contiguous()
 
 
 @_backward_state.register_fake
 def _(backend, poses, weight, mask, prior, offset, leaky, cosine, over, windows, V, s, lse, ds):
-    return torch.empty_like(V)
+    return V.new_empty(V.shape)
 
 
 @torch.library.custom_op("torchcaps::backward_full", mutates_args=())
@@ -121,10 +121,10 @@ def _backward_full(
     rounds = [Round(*r) for r in zip(V, s, sums, ds, strict=True)]
     g = _PASSES[backend].backward_full(ch, rounds, base, detach)  # type: ignore[arg-type]
     return (
-        g.poses,
-        g.weight,
-        poses.new_empty(0) if g.prior is None else g.prior,
-        poses.new_empty(0) if g.offset is None else g.offset,
+        g.poses.contiguous(),
+        g.weight.contiguous(),
+        poses.new_empty(0) if g.prior is None else g.prior.contiguous(),
+        poses.new_empty(0) if g.offset is None else g.offset.contiguous(),
     )
 
 
@@ -134,8 +134,8 @@ def _(
 ):  # fmt: skip
     empty = poses.new_empty
     return (
-        torch.empty_like(poses),
-        torch.empty_like(weight),
-        empty(0) if prior is None else torch.empty_like(prior),
-        empty(0) if offset is None else torch.empty_like(offset),
+        empty(poses.shape),
+        empty(weight.shape),
+        empty(0) if prior is None else empty(prior.shape),
+        empty(0) if offset is None else empty(offset.shape),
     )  # fmt: skip

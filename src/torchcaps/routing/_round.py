@@ -91,10 +91,7 @@ class Call:
 
     def own_precision(self) -> contextlib.AbstractContextManager[object]:
         """Routing picks its own precision (float32 at the least): autocast stays outside."""
-        device = self.poses.device.type
-        if torch.amp.is_autocast_available(device):
-            return torch.autocast(device, enabled=False)
-        return contextlib.nullcontext()
+        return own_precision(self.poses)
 
     def answer(self, poses: Tensor, rounds: Sequence[Tensor], state: Any, activations: Tensor | None = None) -> Routed:
         """The result in the caller's dtype, with as much of every round's coupling as was asked for."""
@@ -106,6 +103,14 @@ class Call:
         return Routed(
             poses.to(self.dtype), None if activations is None else activations.to(self.dtype), coupling, state
         )
+
+
+def own_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """No autocast on the device of x, in a backward pass too, which may run under it."""
+    device = x.device.type
+    return (
+        torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+    )
 
 
 def enter(

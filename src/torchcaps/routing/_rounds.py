@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchcaps.routing import _ops
 from torchcaps.routing._passes import Children, Detach, Round, uniform_share
-from torchcaps.routing._round import Call, Over
+from torchcaps.routing._round import Call, Over, own_precision
 
 __all__ = ["Plan", "Step", "run_rounds"]
 
@@ -99,6 +99,11 @@ class _Rounds(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dv: Tensor, dV: Tensor):
+        with own_precision(dv):
+            return _Rounds._backward(ctx, dv, dV)
+
+    @staticmethod
+    def _backward(ctx: Any, dv: Tensor, dV: Tensor):
         plan, windows, T = ctx.plan, ctx.windows, ctx.plan.iterations
         poses, weight, mask, offset, prior, start, *rest = ctx.saved_tensors
         extras, rest = tuple(rest[: ctx.extras]), rest[ctx.extras :]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torchcaps.routing._passes import Children, Gradients
+from torchcaps.routing._round import own_precision
 from torchcaps.routing._streamed import Slab, VotesTile, slabs
 
 __all__ = ["MOST", "em_moments"]
@@ -58,7 +59,8 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, dm: Tensor, dmu: Tensor, ds2: Tensor):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("streamed EM has no derivative of its derivative: take backend='reference' for that")
-        poses, weight, offset, da, dk, dmean, dprecision = _backward(*ctx.saved_tensors, dm, dmu, ds2)
+        with own_precision(dm):
+            poses, weight, offset, da, dk, dmean, dprecision = _backward(*ctx.saved_tensors, dm, dmu, ds2)
         _, _, _, has_offset, _, has_state, *_ = ctx.saved_tensors
         state = (None, None, None) if has_state is None else (dk, dmean, dprecision)
         return poses, weight, None, None if has_offset is None else offset, da, *state
