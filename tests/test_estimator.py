@@ -1,9 +1,10 @@
 """The scikit-learn classifier: scikit-learn's own checks, arrays of every kind, and the same result under a seed."""
 
+import itertools
 import pickle
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def patterns(*size: int, N: int = 60, classes: int = 3) -> tuple[Any, Any]:
     """(X `[N, *size]`, names): each class a pattern of its own, and noise."""
     random = np.random.default_rng(0)
     y = np.arange(N) % classes
-    return random.normal(size=(classes, *size))[y] + 0.3 * random.normal(size=(N, *size)), np.array(list("abc"))[y]
+    return 2 * random.normal(size=(classes, *size))[y] + 0.3 * random.normal(size=(N, *size)), np.array(list("abc"))[y]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,8 @@ def test_without_early_stopping_all_epochs_are_run_on_all_of_x() -> None:
 def test_early_stopping_keeps_the_weights_that_did_best_on_what_was_held_out() -> None:
     X, y = patterns(8, 9, N=90)
     y = np.random.default_rng(0).permutation(y)  # nothing to learn but noise: it soon gets worse
-    settings = {**SMALL, "early_stopping": True, "epochs": 30, "lr": 1e-2, "n_iter_no_change": 3}
+    backbone = nn.Sequential(nn.Conv2d(1, 12, 3, 2), nn.Dropout(0.2))  # whose evaluation is not its training
+    settings = {**SMALL, "early_stopping": True, "epochs": 30, "lr": 1e-2, "n_iter_no_change": 3, "backbone": backbone}
     classifier = CapsuleClassifier(**settings, validation_fraction=0.2).fit(X, y)
     losses = classifier.history_["validation_loss"]
     best = int(np.argmin(losses))
@@ -279,10 +281,46 @@ def test_a_backbone_of_ones_own_is_copied_and_trained() -> None:
     X, y = patterns(8, 9)
     backbone = nn.Sequential(nn.Conv2d(1, 6, 3, 2), nn.BatchNorm2d(6), nn.ReLU())
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
-    classifier = CapsuleClassifier(backbone=backbone, **SMALL).fit(X[:33], y[:33])  # no batch is of 1
+    classifier = CapsuleClassifier(backbone=backbone, **SMALL).fit(X, y)
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
     trained = classifier.model_.backbone.state_dict()
     assert not any(torch.equal(value, before[name]) for name, value in trained.items())
+
+
+def test_batches_are_of_nearly_the_same_size_and_an_epoch_sees_each_example_once() -> None:
+    X, y = patterns(8, 9, N=65)
+    seen: list[Tensor] = []
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        seen.append(target)
+        return MarginLoss()(scores, target)
+
+    CapsuleClassifier(loss=loss, **{**SMALL, "epochs": 1}).fit(X, y)  # 32, 32 and 1 would be three worse steps
+    assert [len(target) for target in seen] == [22, 22, 21]
+    assert torch.equal(torch.cat(seen).bincount(), torch.tensor([22, 22, 21]))
+
+
+class Watched(nn.Conv2d):
+    """Notes its weight before each step."""
+
+    seen: ClassVar[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.append(self.weight.detach().clone())
+        return super().forward(x)
+
+
+def test_steps_begin_at_the_learning_rate_and_end_near_0() -> None:
+    X, y = patterns(8, 9)
+    Watched.seen.clear()
+    settings = {**SMALL, "epochs": 20, "batch_size": 100, "lr": 0.01, "weight_decay": 0}
+    CapsuleClassifier(backbone=Watched(1, 8, 3), **settings).fit(X, y)
+    seen = [weight for weight in Watched.seen if weight.device.type == "cpu"]  # not those that only ask for the size
+    assert len(seen) == 20
+    steps = [(after - before).abs().max().item() for before, after in itertools.pairwise(seen)]
+    assert steps[0] == pytest.approx(0.01, rel=0.01)  # Adam's first step is the learning rate itself
+    assert steps[-1] < 0.001
 
 
 def test_a_loss_of_ones_own_takes_the_place_of_the_logarithm() -> None:
