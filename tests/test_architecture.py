@@ -51,6 +51,7 @@ MAY = {
 }
 MAY["run"] = May(set(MAY), EXTRAS)
 MAY["cli"] = May({*MAY, "run"}, EXTRAS)
+MAY["reproduce"] = May({*MAY, "run", "cli"}, {"filelock", "matplotlib"})
 
 # Single files that may import more than their room.
 MAY_ALSO = {"explain/page.py": {"gradio"}}

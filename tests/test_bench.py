@@ -21,13 +21,11 @@ def test_every_form_of_a_workload_gives_the_same_parents(name):
     torch.manual_seed(0)
     workload = SMALL[name]
     route, inputs = workload.make()
-    found = {f: layers._call(workload, route, f, "cpu")(*inputs) for f in ("reference", "streamed", "auto", "tutorial")}
+    forms = ["reference", "streamed", "auto", "tutorial", *(["batched"] if name == "conv" else [])]
+    found = {form: layers._call(workload, route, form, "cpu")(*inputs) for form in forms}
     for form, parents in found.items():
-        parents = (
-            parents.reshape(workload.N, -1, workload.J, workload.R, workload.Q).movedim(1, 2)
-            if (form == "tutorial" and name == "conv")
-            else parents
-        )
+        if name == "conv" and form in ("tutorial", "batched"):  # [N, h, w, J, R, Q]
+            parents = parents.flatten(1, 2).movedim(1, 2)
         torch.testing.assert_close(parents.flatten(1), found["reference"].flatten(1), rtol=1e-4, atol=1e-5)
 
 
@@ -71,3 +69,19 @@ def test_growth_is_measured_one_size_at_a_time(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if "=" in line]
     assert [line.split(" ")[0] for line in lines] == ["N", "N", "I", "I", "J", "J"]
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--batch", "0"], "must be a whole number from 1 on"),
+        (["--repeats", "1.5"], "must be a whole number from 1 on"),
+        (["--threads", "-1"], "must be a whole number from 1 on"),
+        (["--form", "nope"], "choose from"),
+        (["--device", "nope"], "PyTorch cannot use it here"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_measured(arguments, error, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert error in capsys.readouterr().err

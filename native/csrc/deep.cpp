@@ -116,6 +116,7 @@ struct Deep {
         Buffer target(N * row), parts(c.shared ? chunks.count * JPQ : 1);  // [N][grad, state of each round][JRQ]
         interleave(g.grads, g.K, N, JRQ, target.floats(), 2 * JRQ, row);
         interleave(g.states, g.K, N, JRQ, target.floats() + JRQ, 2 * JRQ, row);
+        if (!c.shared) expect_writing(g.d_weight, c.I * JPQ);
         parallel_for(chunks.count, threads, [&](int64_t chunk) {
             const int64_t votes_size = int64_t{N} * RQ;
             const Scratch scratch({int64_t{N} * RP, int64_t{N} * RP, int64_t{PQ}, c.shared ? JPQ : PQ, int64_t{N} * targets * J, int64_t{N} * J,

@@ -8,10 +8,7 @@
 namespace torchcaps {
 namespace {
 
-#ifndef FOLD_PACK
-#define FOLD_PACK 2
-#endif
-constexpr int PACK = FOLD_PACK;             // vectors of children side by side
+constexpr int PACK = 2;              // vectors of children side by side
 constexpr int BLOCK = PACK * LANES;  // children of one block
 
 struct Fold {
@@ -21,6 +18,12 @@ struct Fold {
     const int64_t blocks = ceil_div(c.I, BLOCK);
     const int threads = static_cast<int>(c.threads);
 };
+
+// to [D] += x [rows][D]
+void add_rows(const float* x, int64_t rows, int D, float* to) {
+    for (int64_t r = 0; r < rows; ++r, x += D)
+        for (int k = 0; k < D; ++k) to[k] += x[k];
+}
 
 // One block of children of one example: their poses, and what they have to do with the queries.
 struct Block {
@@ -39,10 +42,10 @@ struct Block {
         i = block * BLOCK;
         children = static_cast<int>(std::min<int64_t>(BLOCK, f.c.I - i));
         const float* from = f.c.poses + (n * f.c.I + i) * f.D;
-        float* to = reinterpret_cast<float*>(rows);
+        float* to = reinterpret_cast<float*>(rows);  // a copy even where none is needed: it asks memory for one line after the other
         for (int k = 0; k < BLOCK; ++k, to += f.width) {
             const int entries = k < children ? f.D : 0;
-            std::copy(from + int64_t{k} * f.D, from + int64_t{k} * f.D + entries, to);
+            std::copy_n(from + int64_t{k} * f.D, entries, to);
             std::fill(to + entries, to + f.width, 0.0f);
         }
         transpose(reinterpret_cast<const float*>(rows), f.width, BLOCK, f.D, reinterpret_cast<float*>(turned), BLOCK);
@@ -93,6 +96,20 @@ struct Block {
 };
 
 }  // namespace
+
+void folded_sum(const tc_folded& c, float* out) {
+    const Fold f{c};
+    parallel_for(c.N, f.threads, [&](int64_t n) {
+        const Scratch scratch({int64_t{f.columns}});
+        float *sum = reinterpret_cast<float*>(scratch.parts[0]), *total = out + n * f.D;
+        std::fill(total, total + f.D, 0.0f);
+        for (int64_t i = 0; i < c.I; i += SUM_BLOCK) {
+            std::fill(sum, sum + f.D, 0.0f);
+            add_rows(c.poses + (n * c.I + i) * f.D, std::min<int64_t>(SUM_BLOCK, c.I - i), f.D, sum);
+            add_rows(sum, 1, f.D, total);
+        }
+    });
+}
 
 void folded_pass(const tc_folded& c, const float* query, const float* grad, float* out) {
     const Fold f{c};
@@ -146,6 +163,7 @@ void folded_full(const tc_folded& c, int K, const float* queries, const float* g
         }
         if (uniform != nullptr) pad(uniform + n * f.D, 1, to + 2 * K * JC);
     }
+    expect_writing(d_poses, c.N * c.I * c.D);
     const int64_t owners = d_prior == nullptr ? c.N : 1;
     parallel_for(owners * spans, f.threads, [&](int64_t task) {
         const int64_t first = d_prior == nullptr ? task / spans : 0, last = d_prior == nullptr ? first + 1 : c.N, at = task % spans;

@@ -15,6 +15,7 @@ struct Gradients {  // what goes into the backward of K rounds, and what comes o
 void wide_pass(const tc_connected&, const float* state, const float* grad, float* out);
 void deep_pass(const tc_connected&, const float* state, const float* grad, float* out);
 void map_pass(const tc_map&, const float* state, const float* grad, float* out);
+void folded_sum(const tc_folded&, float* x);
 void folded_pass(const tc_folded&, const float* query, const float* grad, float* out);
 
 void wide_full(const tc_connected&, const Gradients&);

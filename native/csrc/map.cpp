@@ -346,6 +346,7 @@ void full(const Map& map, const Z z, const Gradients& g) {
     const Bias bias(map);
     const Places places(map);
 
+    expect_writing(g.d_poses, c.N * c.C * c.H * c.W * RP);
     // Children come in pairs: two types together make an even number of them.
     const int64_t types = map.kernel % 2 != 0 && c.C > 1 ? 2 : 1;
     parallel_for(ceil_div(c.C, types), map.threads, [&](int64_t task) {

@@ -13,6 +13,9 @@
 #else
 #include <pthread.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace torchcaps {
 namespace {
@@ -154,6 +157,17 @@ void run_tasks(int64_t tasks, int threads, Task body, void* context) {
     Job job{body, context, tasks};
     pool().run(job, threads);
     if (job.out_of_memory.load()) throw std::bad_alloc();
+}
+
+void expect_writing(float* memory, int64_t floats) {
+#ifdef __linux__
+    constexpr std::uintptr_t PAGE = 4096, LEAST = std::uintptr_t{8} << 20;
+    const auto at = reinterpret_cast<std::uintptr_t>(memory);
+    const std::uintptr_t begin = (at + PAGE - 1) / PAGE * PAGE, end = (at + static_cast<std::uintptr_t>(floats) * sizeof(float)) / PAGE * PAGE;
+    if (end > begin && end - begin >= LEAST) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)floats;
+#endif
 }
 
 Buffer::Buffer(int64_t floats) : data_(static_cast<float*>(aligned(static_cast<std::size_t>(floats) * sizeof(float)))) {}

@@ -22,6 +22,10 @@ void parallel_for(int64_t tasks, int threads, Body&& body) {
     run_tasks(tasks, threads, [](void* context, int64_t task) { (*static_cast<Plain*>(context))(task); }, &body);
 }
 
+// Asks for large pages behind memory that is about to be written for the first time: a fault for each small one costs more
+// than the writing. Does nothing for little memory, or where the system knows no large pages.
+void expect_writing(float* memory, int64_t floats);
+
 // Aligned memory of one call. Throws std::bad_alloc.
 class Buffer {
 public:

@@ -118,30 +118,8 @@ TC_INLINE void transpose_block(const float* from, int64_t from_stride, float* to
     for (int r = 0; r < W; ++r) store<W>(to + r * to_stride, rows[r]);
 }
 
-template <int W>
-inline void transpose_band(const float* from, int64_t from_stride, int rows, int columns, float* to, int64_t to_stride) {
-    if constexpr (W == 1) {
-        for (int r = 0; r < rows; ++r)
-            for (int c = 0; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
-    } else {
-        const int whole_rows = rows / W * W, whole_columns = columns / W * W;
-        for (int r = 0; r < whole_rows; r += W)
-            for (int c = 0; c < whole_columns; c += W)
-                transpose_block<W>(from + r * from_stride + c, from_stride, to + c * to_stride + r, to_stride);
-        constexpr int half = W > 4 ? W / 2 : 1;
-        if (whole_columns < columns && whole_rows > 0)
-            transpose_band<half>(from + whole_columns, from_stride, whole_rows, columns - whole_columns,
-                                 to + whole_columns * to_stride, to_stride);
-        if (whole_rows < rows)
-            transpose_band<half>(from + whole_rows * from_stride, from_stride, rows - whole_rows, columns,
-                                 to + whole_rows, to_stride);
-    }
-}
-
 // to[c][r] = from[r][c]
-inline void transpose(const float* from, int64_t from_stride, int rows, int columns, float* to, int64_t to_stride) {
-    transpose_band<LANES>(from, from_stride, rows, columns, to, to_stride);
-}
+void transpose(const float* from, int64_t from_stride, int rows, int columns, float* to, int64_t to_stride);
 
 // rows -> lanes: to[c] holds column c of up to LANES rows; lanes without a row are zero.
 inline void rows_to_lanes(const float* from, int64_t from_stride, int rows, int columns, vf* to) {

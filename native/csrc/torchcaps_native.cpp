@@ -66,6 +66,10 @@ int tc_map_backward_full(const tc_map* c, int64_t K, const float* states, const 
     return guarded([&] { map_full(*c, {static_cast<int>(K), states, grads, uniform, d_poses, d_weight, d_prior}); });
 }
 
+int tc_folded_sum(const tc_folded* c, float* x) {
+    return guarded([&] { folded_sum(*c, x); });
+}
+
 int tc_folded_forward(const tc_folded* c, const float* query, float* t) {
     return guarded([&] { folded_pass(*c, query, nullptr, t); });
 }
@@ -80,5 +84,5 @@ int tc_folded_backward_full(const tc_folded* c, int64_t K, const float* queries,
 }
 
 int tc_lanes(void) { return LANES; }
-int tc_version(void) { return 2; }
+int tc_version(void) { return 3; }
 }

@@ -68,6 +68,8 @@ typedef struct {
     const float* prior;    // [I, J] or null
 } tc_folded;
 
+// sum_i x_i                                                                                            [N, D]
+TC_EXPORT int tc_folded_sum(const tc_folded*, float* x);
 // Shared weights folded into J queries: b_ij = prior_ij + <x_i, query_j>;  t_j = sum_i c_ij x_i       [N, J, D]
 TC_EXPORT int tc_folded_forward(const tc_folded*, const float* query, float* t);
 // y_j = sum_i d_ij x_i with g_ij = <x_i, grad_j>

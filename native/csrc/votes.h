@@ -237,19 +237,9 @@ TC_INLINE void mix(int targets, int count, const Slots c, const List<const S> s,
 // --------------------------------------------------------------------------------------------------------------- softmax
 
 // Logits b [J] of one child, a vector for each parent, become couplings.
-inline void softmax(vf* b, int J, bool leaky) {
-    vf top = leaky ? vf{} : b[0];
-    for (int j = 0; j < J; ++j) top = max(top, b[j]);
-    vf total = leaky ? exp_nonpositive(-top) : vf{};
-    for (int j = 0; j < J; ++j) {
-        b[j] = exp_nonpositive(b[j] - top);
-        total += b[j];
-    }
-    const vf share = 1.0f / total;
-    for (int j = 0; j < J; ++j) b[j] *= share;
-}
+void softmax(vf* b, int J, bool leaky);
 
-// c_j becomes d_j = c_j (g_j - sum_k c_k g_k), and g_j becomes c_j.
+// c_j becomes d_j = c_j (g_j - mean) with mean = sum_k c_k g_k, and g_j becomes c_j.
 inline void softmax_backward(vf* c, vf* g, int J, vf mean) {
     for (int j = 0; j < J; ++j) {
         const vf share = c[j];
@@ -266,22 +256,8 @@ inline vf inner(const vf* a, const vf* b, int count) {
 
 // ---------------------------------------------------------------------------------------------------------------- cosine
 
-// 1 / |u|, 0 where |u| is 0 (below 1e-22). Where the squares leave float32's range, from votes scaled by 2^80.
-inline vf inverse_norm(const vf* u, int count) {
-    const vf low = broadcast(1e-30f), high = broadcast(1e30f);
-    vf squares = inner(u, u, count), scale = broadcast(1.0f);
-    const vi outside = ((squares < low) & (squares > vf{})) | (squares > high);
-    bool any = false;
-    for (int l = 0; l < LANES; ++l) any |= outside[l] != 0;
-    if (any) {
-        scale = squares < low ? broadcast(0x1p80f) : scale;
-        scale = squares > high ? broadcast(0x1p-80f) : scale;
-        squares = vf{};
-        for (int e = 0; e < count; ++e) squares += (u[e] * scale) * (u[e] * scale);
-    }
-    const vf inverse = scale / square_root(squares);
-    return squares > vf{} ? inverse : vf{};
-}
+// 1 / |u|, 0 where |u| is 0 (below 1e-22).
+vf inverse_norm(const vf* u, int count);
 
 // The gradient of ITEMS votes, targets in the order grad of round 0, state of round 0, grad of round 1, ..:
 //     du = base + sum_k c^k grad^k + d^k state^k
@@ -313,45 +289,15 @@ TC_INLINE void vote_gradient(int rounds, int count, const Slots c, const List<co
 
 // ---------------------------------------------------------------------------------------------------------------- sums
 
-// Lane l of the result is the sum over the lanes of v[l]: halves of two vectors become one, over and over.
-template <int S = LANES / 2>
-TC_INLINE vf sum_lanes_of(vf* v) {
-#pragma GCC unroll 8
-    for (int r = 0; r < S; ++r) {
-        exchange<LANES, S>(v[r], v[r + S], std::make_integer_sequence<int, LANES>{});
-        v[r] += v[r + S];
-    }
-    if constexpr (S > 1) return sum_lanes_of<S / 2>(v);
-    else return v[0];
-}
-
 // to[e] = sum over the lanes of v[e]
-inline void sum_lanes_each(const vf* v, int64_t count, float* to) {
-    int64_t e = 0;
-    for (; e + LANES <= count; e += LANES) {
-        vf block[LANES];
-#pragma GCC unroll 16
-        for (int l = 0; l < LANES; ++l) block[l] = v[e + l];
-        store<LANES>(to + e, sum_lanes_of(block));
-    }
-    for (; e < count; ++e) to[e] = sum_lanes(v[e]);
-}
+void sum_lanes_each(const vf* v, int64_t count, float* to);
 
 // to[e] = sum of `count` parts [count][size], part by part
-inline void add_parts(const float* parts, int64_t count, int64_t size, float* to) {
-    for (int64_t e = 0; e < size; ++e) to[e] = parts[e];
-    for (int64_t k = 1; k < count; ++k)
-        for (int64_t e = 0; e < size; ++e) to[e] += parts[k * size + e];
-}
+void add_parts(const float* parts, int64_t count, int64_t size, float* to);
 
 constexpr int SUM_BLOCK = 64;  // terms added one after the other before the sum moves on: bounds the rounding error
 
 // total += sum; sum = 0
-inline void flush(vf* sum, vf* total, int64_t count) {
-    for (int64_t e = 0; e < count; ++e) {
-        total[e] += sum[e];
-        sum[e] = vf{};
-    }
-}
+void flush(vf* sum, vf* total, int64_t count);
 
 }  // namespace torchcaps

@@ -220,6 +220,8 @@ void full(const tc_connected& c, const Z z, const Gradients& g) {
     const int64_t held = c.shared ? 1 : tile, length = c.shared ? Chunks(c.I, 16, tile).length : tile, count = ceil_div(c.I, length);
     Buffer parts(c.shared ? count * JPQ : 1);
 
+    expect_writing(g.d_poses, c.N * c.I * RP);
+    expect_writing(g.d_weight, c.shared ? JPQ : c.I * JPQ);
     parallel_for(count, threads, [&](int64_t task) {
         const int64_t votes_size = c.cosine ? JRQ : RQ;
         const Scratch scratch({Poses::rows_size(RP), Poses::turned_size(RP), int64_t{TILE} * RP, 2 * votes_size, 2 * kept, 2 * int64_t{J},

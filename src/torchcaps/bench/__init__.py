@@ -13,6 +13,7 @@ or CUDA's peak.
 Beside the backends stand:
 
     tutorial    the einsum style of tutorials: all votes, an einsum for every line, the last agreement computed in vain
+    batched     a convolution as a careful hand writes it: all votes from one batched product, no more loops over them
     compiled    torch.compile of the reference
     uniform     the same layer with one uniform round: what a layer costs with routing off
     floor       counted multiply-adds of a walk that recomputes votes, over the speed of a large matrix product here

@@ -21,6 +21,8 @@ from torchcaps.routing._backends import Situation, choose
 
 __all__ = ["main"]
 
+FORMS = ["reference", "streamed", "native", "triton", "auto", "tutorial", "batched", "uniform", "compiled"]
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write what was asked for. Raises SystemExit for arguments that it does not know."""
@@ -60,7 +62,8 @@ def _layers(chosen: argparse.Namespace, forms: Sequence[str], record: dict[str, 
     for name in chosen.workload or list(WORKLOADS):
         for batch in chosen.batch or [WORKLOADS[name].N]:
             workload = replace(WORKLOADS[name], N=batch)
-            rows += measure(workload, forms, chosen.device, chosen.repeats)
+            here = [form for form in forms if form != "batched" or workload.window is not None]
+            rows += measure(workload, here, chosen.device, chosen.repeats)
             floors[name, batch] = workload.floor(speed)
             now = Situation(
                 votes=workload.votes, lanes=workload.N * workload.positions * workload.R,
@@ -80,6 +83,20 @@ def _backends(device: str) -> list[str]:
     return ["reference", "tutorial", "streamed", *fast, "uniform"]
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 1 on")
+    return int(text)
+
+
+def _device(text: str) -> str:
+    try:
+        torch.empty(1, device=text)
+    except (RuntimeError, AssertionError) as e:
+        raise argparse.ArgumentTypeError(f"{text}: PyTorch cannot use it here ({str(e).splitlines()[0]})") from e
+    return text
+
+
 def _sizes(of_each: Sequence[int] | None) -> dict[str, Sequence[int]]:
     return dict.fromkeys(SIZES, of_each) if of_each else SIZES
 
@@ -90,11 +107,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--workload", nargs="+", choices=list(WORKLOADS), help="layers; all where not given")
     add("--step", nargs="*", choices=list(STEPS), help="whole training steps instead of layers")
     add("--scaling", action="store_true", help="how cost grows with N, I and J, instead of layers")
-    add("--batch", nargs="+", type=int, help="batch sizes; each workload's own where not given")
-    add("--form", nargs="+", help="backends, or tutorial, uniform, compiled")
-    add("--repeats", type=int, default=5)
-    add("--threads", type=int, default=1)
-    add("--device", default="cpu")
+    add("--batch", nargs="+", type=_count, help="batch sizes; each workload's own where not given")
+    add(
+        "--form",
+        nargs="+",
+        choices=FORMS,
+        help="what to measure; all that run here but compiled and batched if not given",
+    )
+    add("--repeats", type=_count, default=5)
+    add("--threads", type=_count, default=1)
+    add("--device", type=_device, default="cpu")
     add("--json", type=Path, help="write all figures here")
     add("--plot", type=Path, help="draw time and memory here")
     return parser

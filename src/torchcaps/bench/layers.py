@@ -52,6 +52,8 @@ def _call(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     if form == "tutorial":
         return lambda poses, weight: _tutorial(workload, poses, weight)
+    if form == "batched":
+        return lambda poses, weight: _batched(workload, poses, weight)
     if form == "uniform":
         once, _ = replace(workload, rule=replace(workload.rule, iterations=1)).make(device)
         return lambda poses, weight: once(poses, weight, "auto")
@@ -83,6 +85,25 @@ def _tutorial(workload: Workload, poses: Tensor, weight: Tensor) -> Tensor:
         r = ((u * p[:, :, :, None]).sum((-2, -1)) * (workload.R * workload.Q) ** -0.5).softmax(-1)
         p = torch.nn.functional.layer_norm((r[..., None, None] * u).sum(3), p.shape[-2:])
     return p
+
+
+def _batched(workload: Workload, poses: Tensor, weight: Tensor) -> Tensor:
+    """A convolution as a careful hand writes it: votes from one product batched over children, and then products."""
+    assert workload.window is not None
+    _, kernel, stride = workload.window
+    J, R, Q = workload.J, workload.R, workload.Q
+    x = poses.unfold(2, kernel, stride).unfold(3, kernel, stride)  # [N, C, h, w, R, P, k, k]
+    N, _, height, width = x.shape[:4]
+    x = x.permute(1, 6, 7, 0, 2, 3, 4, 5).flatten(0, 2).flatten(1, 4)  # [children, N h w R, P]
+    u = torch.bmm(x, weight.transpose(1, 2).flatten(2))  # [children, N h w R, J Q]
+    places = N * height * width
+    u = u.view(-1, places, R, J, Q).permute(1, 3, 0, 2, 4).reshape(places * J, -1, R * Q)  # a list of votes per parent
+    p = torch.nn.functional.layer_norm((u.sum(1) / J).view(-1, R, Q), (R, Q))
+    for _ in range(workload.rule.iterations - 1):
+        b = torch.bmm(u, p.view(places * J, R * Q, 1)) * (R * Q) ** -0.5
+        c = b.view(places, J, -1).softmax(1).view(places * J, 1, -1)
+        p = torch.nn.functional.layer_norm(torch.bmm(c, u).view(-1, R, Q), (R, Q))
+    return p.view(N, height, width, J, R, Q)
 
 
 def _forward_backward(call: Callable[..., Tensor], inputs: list[Tensor]) -> None:

@@ -5,6 +5,7 @@ torchcaps validate | test RUN             measure a trained run on its own data
 torchcaps predict RUN FILE ...            label images, arrays or folders
 torchcaps recipes                         the recipes that come with the package
 torchcaps compare                         do capsules help on your data?
+torchcaps reproduce NAME                  train a published experiment again, ours beside the paper's
 torchcaps export RUN OUT                  torch.export or ONNX, checked against the model
 torchcaps bench                           time and memory of routing on this machine
 """
@@ -24,6 +25,7 @@ _COMMANDS = {
     "predict": "torchcaps.cli.predicting",
     "recipes": "torchcaps.cli.recipes",
     "compare": "torchcaps.cli.comparing",
+    "reproduce": "torchcaps.reproduce.command",
     "export": "torchcaps.cli.exporting",
     "bench": "torchcaps.cli.bench",
 }

@@ -26,7 +26,7 @@ from torchcaps.run.build import build
 from torchcaps.training import Classification, Optimization, trainer_settings
 from torchcaps.training.scores import Link
 
-__all__ = ["classifier", "run"]
+__all__ = ["classifier", "fit", "run"]
 
 
 def classifier(
@@ -38,6 +38,7 @@ def classifier(
     threshold: float = 0.5,
     link: Link | None = None,
     compile: bool = False,
+    channels_last: bool = False,
     num_classes: int = 10,
     in_chans: int = 1,
     image_size: Sequence[int] = (28, 28),
@@ -57,6 +58,7 @@ def classifier(
         threshold: The probability from which on a label counts as present, where there are several.
         link: How the scores of a model become probabilities where it does not say so itself.
         compile: Compile the model.
+        channels_last: Keep weights and images with their channels last in memory: faster in bfloat16 and on GPUs.
         num_classes: Taken from the data.
         in_chans: Taken from the data.
         image_size: Taken from the data.
@@ -82,6 +84,7 @@ def classifier(
         optimization=optimization,
         threshold=threshold,
         compile=compile,
+        channels_last=channels_last,
         config=config,
         class_names=class_names,
         preprocessing=preprocessing,
@@ -169,6 +172,17 @@ def run(command: str, arguments: list[str]) -> None:
             raise ValueError(f"{folder} is no run: a run's folder holds a config.yaml and checkpoints")
         given = ["--config", str(folder / "config.yaml"), "--run", str(folder), *given]
         given += [] if any(a.startswith("--ckpt_path") for a in given) else ["--ckpt_path", "last"]
+    cli = _command(command, given)
+    if command == "fit" and not cli.config.fit.trainer.fast_dev_run:
+        _say_what_came_out(cli.trainer, Path(cli.config.fit.run))
+
+
+def fit(arguments: list[str]) -> LightningCLI:
+    """`torchcaps fit` for other code: afterwards it has the `model`, `datamodule` and `trainer` of the run."""
+    return _command("fit", list(arguments))
+
+
+def _command(command: str, given: list[str]) -> LightningCLI:
     for place, argument in enumerate(given):
         if argument in ("--config", "-c") and place + 1 < len(given):
             given[place + 1] = str(find(given[place + 1]))
@@ -176,7 +190,7 @@ def run(command: str, arguments: list[str]) -> None:
             given[place] = f"--config={find(argument.removeprefix('--config='))}"
     # these are the command's own arguments, with names of recipes turned into files
     warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended to run from within Python")
-    cli = _Cli(
+    return _Cli(
         classifier,
         ImageData,
         subclass_mode_data=True,
@@ -188,8 +202,6 @@ def run(command: str, arguments: list[str]) -> None:
         parser_kwargs={"prog": "torchcaps"},
         args=[command, *given],
     )
-    if command == "fit" and not cli.config.fit.trainer.fast_dev_run:
-        _say_what_came_out(cli.trainer, Path(cli.config.fit.run))
 
 
 def _say_what_came_out(trainer: Trainer, folder: Path) -> None:

@@ -38,7 +38,7 @@ __all__ = [
     "map_backward_state", "map_forward_pass", "map_sum_pass", "missing", "sum_pass", "supports",
 ]  # fmt: skip
 
-_VERSION = 2
+_VERSION = 3
 _POINTER = ctypes.c_void_p
 
 
@@ -71,6 +71,7 @@ _FUNCTIONS: dict[str, tuple[type[ctypes.Structure], bool, int]] = {
     "tc_map_forward": (_Map, False, 2),
     "tc_map_backward_state": (_Map, False, 3),
     "tc_map_backward_full": (_Map, True, 6),
+    "tc_folded_sum": (_Folded, False, 1),
     "tc_folded_forward": (_Folded, False, 2),
     "tc_folded_backward_state": (_Folded, False, 3),
     "tc_folded_backward_full": (_Folded, True, 7),
@@ -313,7 +314,7 @@ def sum_pass(poses: Tensor, weight: Tensor, *, mask: Tensor | None = None, threa
     """sum_i u_ij `[N, J, R, Q]`: a first round, but for its equal share 1 / J. See `forward_pass`."""
     call = _connected(poses, weight, mask=mask, threads=threads)
     if call.kind == "folded":
-        return _each_parent(call.poses.sum(dim=1, keepdim=True).expand(-1, call.parents[1], -1, -1), call.weight[0])
+        return _each_parent(_total(call)[:, None].expand(-1, call.parents[1], -1, -1), call.weight[0])
     return call.sum_over_children("sum")
 
 
@@ -403,6 +404,14 @@ def _queries(call: _Call, parents: Tensor) -> Tensor:
     return _each_parent(parents, call.weight[0].transpose(1, 2))
 
 
+def _total(call: _Call) -> Tensor:
+    """sum_i x_i `[N, R, P]`."""
+    N, _, R, P = call.poses.shape
+    total = call.new(N, R, P)
+    call.run("sum", total)
+    return total
+
+
 def _lift(call: _Call, name: str, *targets: Tensor) -> Tensor:
     """A sum of children `[N, J, R, P]` as a sum of votes `[N, J, R, Q]`."""
     queries = [_queries(call, target) for target in targets]
@@ -424,7 +433,7 @@ def _folded_full(
     call.run("backward_full", K, queries, pulls, flat, d_poses, d_prior, t, y)
     d_weight = torch.einsum("knjrp,knjrq->jpq", torch.cat([t, y]), torch.cat([grads, states]))
     if uniform is not None:
-        d_weight += torch.einsum("nrp,njrq->jpq", call.poses.sum(dim=1), uniform)
+        d_weight += torch.einsum("nrp,njrq->jpq", _total(call), uniform)
     first = _each_parent(y[0], call.weight[0]) if with_state else None
     return Full(_of_those_present(call, d_poses), d_weight[None], first, d_prior)
 

@@ -7,6 +7,7 @@ load_checkpoint("runs/mine/checkpoints/best.ckpt", build).model
 
 from torchcaps.training.checkpoint import AtomicCheckpointIO, LoadedModel, load_checkpoint, read_checkpoint
 from torchcaps.training.classification import Classification, Prediction
+from torchcaps.training.clock import Clock
 from torchcaps.training.costs import Costs, training_cost
 from torchcaps.training.health import CapsuleHealth, LayerHealth, capsule_health
 from torchcaps.training.memory import Estimate, available_bytes, estimate, refuse_if_too_large
@@ -17,7 +18,7 @@ from torchcaps.training.runs import MetricsFile, SaveLast, trainer, trainer_sett
 from torchcaps.training.scores import probabilities
 
 __all__ = [
-    "AtomicCheckpointIO", "CapsuleHealth", "Classification", "Costs", "Estimate", "LayerHealth", "LoadedModel",
+    "AtomicCheckpointIO", "CapsuleHealth", "Classification", "Clock", "Costs", "Estimate", "LayerHealth", "LoadedModel",
     "MetricsFile", "Optimization", "Prediction", "RandomState", "SaveLast", "available_bytes", "capsule_health",
     "estimate", "evaluation_metrics", "load_checkpoint", "probabilities", "read_checkpoint", "refuse_if_too_large",
     "trainer", "trainer_settings", "training_cost",

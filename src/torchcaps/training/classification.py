@@ -70,6 +70,8 @@ class Classification(pl.LightningModule):
     threshold              probability from which on a label counts as present, with `multi_label`.
     compile                True compiles the model when training or testing starts; a string is the name of a backend of
                            `torch.compile`. Checkpoints are the same with and without.
+    channels_last          True keeps weights and images of convolutions with their channels last in memory, which is
+                           faster in bfloat16 and on GPUs. The numbers are the same but for rounding.
     config                 a plain dict from which the model can be built again: {"name": ..., "num_classes": ..., ...}.
     class_names            K names, in the order of the scores.
     preprocessing          a plain dict that says what was done to the data.
@@ -93,6 +95,7 @@ class Classification(pl.LightningModule):
         optimization: Optimization = Optimization(),  # noqa: B008  (frozen)
         threshold: float = 0.5,
         compile: bool | str = False,
+        channels_last: bool = False,
         config: Mapping[str, Any] | None = None,
         class_names: Sequence[str] | None = None,
         preprocessing: Mapping[str, Any] | None = None,
@@ -110,7 +113,7 @@ class Classification(pl.LightningModule):
         self.multi_label, self.link, self.threshold = multi_label, link, threshold
         self.reconstruction_weight = reconstruction_weight
         self.optimization = optimization
-        self.compile_with = compile
+        self.compile_with, self.channels_last = compile, channels_last
         self.description = describe_model(config, class_names, preprocessing, multi_label, link, threshold)
         K = self.num_classes
         self.train_loss, self.train_accuracy = ExampleMean(), training_accuracy(K, multi_label, threshold)
@@ -122,12 +125,15 @@ class Classification(pl.LightningModule):
             metric.persistent(True)
 
     def setup(self, stage: str) -> None:
-        """Compile the model, once, if that was asked for."""
+        """Lay out and compile the model, once, if that was asked for."""
+        if self.channels_last:
+            self.model.to(memory_format=torch.channels_last)
         if self.compile_with and self.model._compiled_call_impl is None:
             self.model.compile(backend="inductor" if self.compile_with is True else self.compile_with)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Scores `[N, K]`."""
+        x = self._laid_out(x)
         scores: Tensor = self.model(x) if mask is None else self.model(x, mask=mask)
         return scores
 
@@ -143,7 +149,8 @@ class Classification(pl.LightningModule):
         if not self.reconstruction_weight:
             scores = self(x, mask)
             return self._classify(scores, y), scores, None
-        output = self.model(x, y) if mask is None else self.model(x, y, mask=mask)
+        laid = self._laid_out(x)
+        output = self.model(laid, y) if mask is None else self.model(laid, y, mask=mask)
         if not isinstance(output, Reconstructed) or output.reconstruction is None:
             raise ValueError(
                 f"reconstruction_weight={self.reconstruction_weight}, but {type(self.model).__name__} reconstructs "
@@ -221,6 +228,9 @@ class Classification(pl.LightningModule):
         checkpoint["torchcaps"] = self.description
         if isinstance(self.loss, SpreadLoss):  # a callback that averages weights averages this count too
             checkpoint["state_dict"]["loss.steps_taken"] = torch.tensor(self.global_step)
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
 
     def _fitting(self) -> bool:
         return self._trainer is not None and self._trainer.state.fn == "fit"

@@ -29,6 +29,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 
 from torchcaps.training.checkpoint import AtomicCheckpointIO
+from torchcaps.training.clock import Clock
 from torchcaps.training.costs import Costs
 from torchcaps.training.health import CapsuleHealth
 from torchcaps.training.randomness import RandomState
@@ -90,7 +91,7 @@ def trainer_settings(
     _quiet()
     run = Path(run)
     folder = run / "checkpoints"
-    chosen: list[Callback] = [RandomState()]
+    chosen: list[Callback] = [RandomState(), Clock()]
     chosen += [CapsuleHealth()] if health else []
     chosen += [Costs()] if costs else []
     chosen += [] if ema is None else [EMAWeightAveraging(decay=ema)]
@@ -185,7 +186,7 @@ class MetricsFile(Logger):
         if not self.columns:
             self._begin(step or 0)
         if new := [name for name in row if name not in self.columns]:
-            self._rewrite(self._rows(), [*self.columns, *sorted(new)])
+            self._rewrite(self.rows(), [*self.columns, *sorted(new)])
         with open(self.path, "a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
 
@@ -195,11 +196,12 @@ class MetricsFile(Logger):
 
     def _begin(self, step: int) -> None:
         """Keep what an earlier part of the run wrote of the steps before this one."""
-        kept = [row for row in self._rows() if int(row["step"]) < step]
+        kept = [row for row in self.rows() if int(row["step"]) < step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._rewrite(kept, list(kept[0]) if kept else ["step", "epoch"])
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
+        """What the file holds, a dict of strings for each row."""
         if not self.path.exists():
             return []
         with open(self.path, newline="") as file:

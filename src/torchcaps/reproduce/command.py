@@ -1,0 +1,108 @@
+"""`torchcaps reproduce`: train a published experiment again and print ours beside the paper's."""
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchcaps.reproduce.page import figure, percent, write_page
+from torchcaps.reproduce.plan import Reproduction
+from torchcaps.reproduce.running import Settings, reproduce
+from torchcaps.reproduce.table import REPRODUCTIONS
+
+__all__ = ["run"]
+
+
+def run(command: str, arguments: Sequence[str]) -> None:
+    """The command."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.page is not None:
+        write_page(chosen.page, chosen.out)
+        return
+    if chosen.name is None:
+        for name, plan in REPRODUCTIONS.items():
+            print(f"{name}\n    {plan.title}\n    arms: {', '.join(plan.arms)}\n")
+        return
+    if chosen.name not in REPRODUCTIONS:
+        close = difflib.get_close_matches(chosen.name, REPRODUCTIONS, n=2)
+        raise ValueError(
+            f"there is no reproduction {chosen.name!r}"
+            f"{': did you mean ' + ' or '.join(close) + '?' if close else ';'} there are {', '.join(REPRODUCTIONS)}"
+        )
+    plan = REPRODUCTIONS[chosen.name]
+    if unknown := [arm for arm in chosen.arms or () if arm not in plan.arms]:
+        raise ValueError(f"{chosen.name} has no arm {unknown[0]!r}: it has {', '.join(plan.arms)}")
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    settings = Settings(
+        chosen.root, chosen.out, chosen.runs, chosen.epochs, chosen.limit, tuple(_changes(chosen.set or ()))
+    )
+    records = []
+    for seed in plan.seeds if chosen.seeds is None else chosen.seeds:
+        for arm in chosen.arms or plan.arms:
+            print(f"{chosen.name}: {plan.arms[arm].what}, seed {seed}", flush=True)
+            records.append(reproduce(chosen.name, plan, arm, seed, settings))
+            _say(plan, records[-1:])
+    print()
+    _say(plan, records)
+
+
+def _say(plan: Reproduction, records: Sequence[dict[str, Any]]) -> None:
+    """Ours beside the paper's, and whether it is where it should be."""
+    for name, arm in plan.arms.items():
+        runs = [r for r in records if r["arm"] == name]
+        if not runs:
+            continue
+        print(f"{arm.what}: {runs[0]['parameters']:,} parameters, {len(runs)} seed(s), {runs[0]['epochs']} epochs")
+        for test_name, test in plan.tests.items():
+            for measure in test.measures:
+                key = f"{test_name}.{measure}"
+                ours = [r["results"][test_name][measure] for r in runs]
+                said, place = arm.paper.get(key, "-"), _place(ours, arm.expect.get(key))
+                print(f"    {f'{test.what}, {measure}':<52}{figure(ours):>16}  paper {said:<10} {place}", flush=True)
+
+
+def _place(ours: Sequence[float], expected: tuple[float, float] | None) -> str:
+    if expected is None:
+        return ""
+    low, high = expected
+    inside = all(low <= value <= high for value in ours)
+    return f"{'inside' if inside else 'OUTSIDE'} {percent(low)} to {percent(high)}"
+
+
+def _changes(pairs: Sequence[str]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set {pair}: write it as name=value, such as trainer.precision=32-true")
+        found.append((name, value))
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchcaps reproduce", description="Train a published experiment again, and print ours beside the paper's."
+    )
+    add = parser.add_argument
+    add("name", nargs="?", help="of the experiment; none lists them all")
+    add("--arms", nargs="+", help="some of its networks; all where not given")
+    add("--seeds", nargs="+", type=int, help="its own where not given")
+    add("--root", default="data", help="folder of the data")
+    add("--out", type=Path, default=Path("results"), help="folder of the records")
+    add(
+        "--runs",
+        type=Path,
+        default=Path("runs/reproduce"),
+        help="folder of checkpoints, from which a killed run goes on",
+    )
+    add("--epochs", type=int, help="instead of the recipe's")
+    add("--limit", type=int, help="use so many images alone: a trial")
+    add("--set", nargs="+", metavar="NAME=VALUE", help="further arguments of torchcaps fit")
+    add("--threads", type=int, help="of the processor")
+    add("--page", type=Path, help="write the page of results from the records in --out, and train nothing")
+    return parser
