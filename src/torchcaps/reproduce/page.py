@@ -47,8 +47,8 @@ def write_page(page: Path, folder: Path) -> None:
 _HEAD = """# Results
 
 Published experiments, trained again with this library. This page is written by
-`torchcaps reproduce --page docs/results.md` from the records in `results/`, which hold for each network its command, seed,
-versions, hardware and minutes.
+`torchcaps reproduce --page docs/results.md` from the records in `results/`, which hold for each network its command,
+seed, versions, hardware and minutes.
 
 Every figure is a test accuracy in percent of the network after its **last** epoch: nothing was selected by test images.
 ± is the standard deviation over seeds, where there are several. "Paper" is what the source says, often the best of
