@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> Comparison:
     )
     parser.add_argument("data", help=f"digits, {', '.join(NAMED)}; a folder of classes, an .npz, a .csv")
     parser.add_argument("--out", required=True, help="folder for report.html, results.csv, results.json, records/")
+    parser.add_argument("--name", help="of the data in the report; by default that of the file or folder")
     parser.add_argument("--root", default="data", help="folder of torchvision's sets")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=20)
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> Comparison:
         measure=given.measure,
         robustness=not given.no_robustness,
         label_fractions=given.label_fractions,
-        name=Path(given.data).stem,
+        name=given.name or Path(given.data).stem,
     )
     print(comparison)
     return comparison

@@ -184,7 +184,7 @@ def _train(
     """(history, minutes, peak bytes on a device that counts them)."""
     batches = len(data.train_dataloader())
     epochs = math.ceil(steps / batches)
-    module.optimization = _stretched(budget.optimization, epochs / budget.epochs)
+    module.optimization = _stretched(budget.optimization, steps / budget.epochs / batches)
     history, terminal = _History(budget.select == "best"), sys.stdout.isatty()
     with warnings.catch_warnings():
         _quiet()
