@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torchcaps.data._random import GOLDEN, bits, integers, permutation, uniform
+from torchcaps.data.random import GOLDEN, bits, integers, permutation, uniform
 
 N = 100_000
 ITEMS = np.arange(N)

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._parts import FilePart, StoredPart, TensorPart
 from .module import Loaded
+from .parts import FilePart, StoredPart, TensorPart
 from .preprocessing import AXES, DIMS, Header, Kind, Preprocessing, as_tensor, read_header
 
 __all__ = ["Layout", "Raw", "from_arrays", "from_files"]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._random import permutation
+from .random import permutation
 
 __all__ = ["class_keys", "split_off", "stratified"]
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._random import integers, uniform
+from .random import integers, uniform
 
 __all__ = ["Augment"]
 

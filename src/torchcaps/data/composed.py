@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._parts import Items, Part, StoredPart
-from ._random import integers, permutation, uniform
 from .augment import Augment, windows
 from .module import ImageData, LabelledData, Parts
+from .parts import Items, Part, StoredPart
+from .random import integers, permutation, uniform
 
 __all__ = ["AffineTest", "DiverseMultiMNIST", "MultiMNIST", "SideBySide"]
 

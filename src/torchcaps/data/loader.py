@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ._random import permutation
+from .random import permutation
 
 __all__ = ["Loader", "Schedule"]
 

@@ -1,7 +1,8 @@
 """What every set offers: loaders for a Trainer, and what a model and a checkpoint must know of the data."""
 
+import copy
 from abc import ABC, abstractmethod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pytorch_lightning as pl
@@ -9,14 +10,17 @@ import torch
 import torch.distributed as dist
 from torchvision.transforms import v2
 
-from ._parts import Part, StoredPart, View
-from ._random import permutation
 from ._splits import class_keys, split_off, stratified
 from .augment import Augment
 from .loader import Loader, Schedule
+from .parts import Part, StoredPart, View
 from .preprocessing import Preprocessing
+from .random import permutation
 
 __all__ = ["ImageData", "LabelledData"]
+
+Data = TypeVar("Data", bound="ImageData")
+Labelled = TypeVar("Labelled", bound="LabelledData")
 
 
 class Parts(NamedTuple):
@@ -106,6 +110,13 @@ class ImageData(pl.LightningDataModule, ABC):
             self._ready = parts._replace(
                 settings=settings._replace(**changed), test_settings=None if test is None else test._replace(**changed)
             )
+
+    def with_seed(self: Data, seed: int) -> Data:
+        """The set with order and augmentation by another seed; the items of each part stay where they are."""
+        self.setup()
+        seeded = copy.copy(self)
+        seeded.seed = seed
+        return seeded
 
     @property
     def parts(self) -> Parts:
@@ -229,6 +240,12 @@ class LabelledData(ImageData):
             raise ValueError(f"{type(self).__name__}: label_fraction={label_fraction} must be a share, above 0 to 1")
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self.split_seed, self.label_fraction = split_seed, label_fraction
+
+    def with_label_fraction(self: Labelled, share: float) -> Labelled:
+        """The set with this share of its training part alone; validation and test part are the same."""
+        part = copy.copy(self)
+        part.label_fraction, part._ready = share, None
+        return part
 
     @abstractmethod
     def _load(self) -> "Loaded":

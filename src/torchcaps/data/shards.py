@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._parts import Items, Part
-from ._random import bits, permutation
 from .module import ImageData, Parts
+from .parts import Items, Part
 from .preprocessing import Preprocessing, decode_image, depth, resize, scale
+from .random import bits, permutation
 
 __all__ = ["Shards"]
 

@@ -22,12 +22,12 @@ SU = Reproduction(
     about=(
         "Trained on single MNIST digits, tested on single digits and on two different digits joined one above the "
         "other (as in the source) or side by side. `pairs`: the two highest scores are those of the two digits; "
-        "`confident pairs`: and the second highest is above 1/2. The source compares capsules with mean pooling alone. Mean "
-        "pooling halves each digit's evidence in the doubled image, capsules sum votes: so here are also sum and max "
-        "pooling, and capsules with routing off. All arms have the same convolutions, the same loss, Adam at 0.001, "
-        "batches of 128, no augmentation; the last epoch is what is tested. Ours differs from the source: bfloat16 "
-        "convolutions, and each test digit has a partner of another class, where the source leaves out pairs of "
-        "equal digits."
+        "`confident pairs`: and the second highest is above 1/2. The source compares capsules with mean pooling "
+        "alone. Mean pooling halves each digit's evidence in the doubled image, capsules sum votes: so here are also "
+        "sum and max pooling, and capsules with routing off. All arms have the same convolutions, the same loss, Adam "
+        "at 0.001, batches of 128, no augmentation; the last epoch is what is tested. Ours differs from the source: "
+        "bfloat16 convolutions, and each test digit has a partner of another class, where the source leaves out pairs "
+        "of equal digits."
     ),
     recipe="su_mnist",
     arms={

@@ -14,12 +14,12 @@ from torchcaps.training.memory import Estimate, available_bytes, estimate, refus
 from torchcaps.training.metrics import evaluation_metrics
 from torchcaps.training.optimization import Optimization
 from torchcaps.training.randomness import RandomState
-from torchcaps.training.runs import MetricsFile, SaveLast, trainer, trainer_settings
+from torchcaps.training.runs import MetricsFile, SaveLast, quiet, trainer, trainer_settings
 from torchcaps.training.scores import probabilities
 
 __all__ = [
     "AtomicCheckpointIO", "CapsuleHealth", "Classification", "Clock", "Costs", "Estimate", "LayerHealth", "LoadedModel",
     "MetricsFile", "Optimization", "Prediction", "RandomState", "SaveLast", "available_bytes", "capsule_health",
-    "estimate", "evaluation_metrics", "load_checkpoint", "probabilities", "read_checkpoint", "refuse_if_too_large",
-    "trainer", "trainer_settings", "training_cost",
+    "estimate", "evaluation_metrics", "load_checkpoint", "probabilities", "quiet", "read_checkpoint",
+    "refuse_if_too_large", "trainer", "trainer_settings", "training_cost",
 ]  # fmt: skip

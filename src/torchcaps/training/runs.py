@@ -34,7 +34,7 @@ from torchcaps.training.costs import Costs
 from torchcaps.training.health import CapsuleHealth
 from torchcaps.training.randomness import RandomState
 
-__all__ = ["MetricsFile", "SaveLast", "trainer", "trainer_settings"]
+__all__ = ["MetricsFile", "SaveLast", "quiet", "trainer", "trainer_settings"]
 
 
 def trainer(
@@ -88,7 +88,7 @@ def trainer_settings(
     health: bool = True,
 ) -> dict[str, Any]:
     """The arguments that `trainer` gives to `pytorch_lightning.Trainer`, for those who build one by other means."""
-    _quiet()
+    quiet()
     run = Path(run)
     folder = run / "checkpoints"
     chosen: list[Callback] = [RandomState(), Clock()]
@@ -232,7 +232,7 @@ def _write_config(path: Path, config: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")  # JSON is YAML
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Leave out what Lightning says about itself, and warnings that do not apply to a run made here."""
     for name in ("pytorch_lightning.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).addFilter(_is_news)

@@ -16,7 +16,7 @@ from pytorch_lightning.utilities.seed import isolate_rng
 
 from torchcaps import __version__
 from torchcaps.data import ImageData, LabelledData
-from torchcaps.data._parts import View
+from torchcaps.data.parts import View
 from torchcaps.run.compare.arms import Arm, chosen_arms, standard_arms
 from torchcaps.run.compare.costs import count, milliseconds
 from torchcaps.run.compare.measures import class_weights

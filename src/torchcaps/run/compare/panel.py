@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcaps.data._parts import View
-from torchcaps.data._random import uniform
 from torchcaps.data.augment import affine, centre, windows
+from torchcaps.data.parts import View
+from torchcaps.data.random import uniform
 
 __all__ = ["PANEL", "Bench", "Perturbation"]
 

@@ -26,8 +26,7 @@ from torchcaps.data import ImageData, LabelledData
 from torchcaps.run.compare.arms import Arm, make_loss
 from torchcaps.run.compare.measures import by_item, pairs_named, summary, temperature
 from torchcaps.run.compare.panel import PANEL, Bench
-from torchcaps.training import CapsuleHealth, Classification, Optimization
-from torchcaps.training.runs import _quiet
+from torchcaps.training import CapsuleHealth, Classification, Optimization, quiet
 
 __all__ = ["Budget", "Trial", "read_record", "run_trial", "with_fraction", "write_json", "write_whole"]
 
@@ -79,7 +78,7 @@ def run_trial(trial: Trial, data: ImageData, budget: Budget, steps: int, bench: 
     data   its seed is not looked at: order and augmentation follow the trial's, the same for all arms.
     steps  of the optimiser.
     """
-    data = _seeded(data, trial.seed)
+    data = data.with_seed(trial.seed)
     with isolate_rng(include_cuda=torch.cuda.is_available()):
         torch.manual_seed(trial.seed)
         module = make_module(trial.arm, data, budget)
@@ -113,10 +112,7 @@ def with_fraction(data: ImageData, fraction: float) -> ImageData:
     if fraction == 1:
         return data
     assert isinstance(data, LabelledData)
-    part = copy.copy(data)
-    part.label_fraction = fraction * (data.label_fraction or 1.0)
-    part._ready = None
-    return part
+    return data.with_label_fraction(fraction * (data.label_fraction or 1.0))
 
 
 def read_record(path: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -187,7 +183,7 @@ def _train(
     module.optimization = _stretched(budget.optimization, steps / budget.epochs / batches)
     history, terminal = _History(budget.select == "best"), sys.stdout.isatty()
     with warnings.catch_warnings():
-        _quiet()
+        quiet()
         trainer = pl.Trainer(
             accelerator="gpu" if budget.device == "cuda" else budget.device,
             devices=1,
@@ -267,14 +263,6 @@ def _robustness(module: Classification, bench: Bench, batch: int) -> dict[str, A
         items = total / (len(strengths) - unchanged)
         found[name] = {"strengths": list(strengths), "accuracy": means, "items": [round(v, 5) for v in items.tolist()]}
     return found
-
-
-def _seeded(data: ImageData, seed: int) -> ImageData:
-    """The set with its order and augmentation by this seed; the items of each part stay where they are."""
-    data.setup()
-    seeded = copy.copy(data)
-    seeded.seed = seed
-    return seeded
 
 
 def _finite(value: Any) -> Any:

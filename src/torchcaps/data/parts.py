@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms import v2
 
-from ._random import bits
 from .augment import Augment, centre
 from .preprocessing import Preprocessing, depth, read_image, resize
+from .random import bits
 
 __all__ = ["FilePart", "Part", "Request", "StoredPart", "TensorPart", "View"]
 
