@@ -51,7 +51,7 @@ MAY = {
 }
 MAY["run"] = May(set(MAY), EXTRAS)
 MAY["cli"] = May({*MAY, "run"}, EXTRAS)
-MAY["reproduce"] = May({*MAY, "run", "cli"}, {"filelock", "matplotlib"})
+MAY["reproduce"] = May({*MAY, "run", "cli"}, {"filelock", "matplotlib", "yaml"})
 
 # Single files that may import more than their room.
 MAY_ALSO = {"explain/page.py": {"gradio"}}

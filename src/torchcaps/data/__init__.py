@@ -5,6 +5,7 @@ from .composed import AffineTest, DiverseMultiMNIST, MultiMNIST, SideBySide
 from .digits import Digits
 from .loader import Loader, Schedule
 from .module import ImageData, LabelledData
+from .norb import SmallNORB
 from .own import CSV, NPZ, Arrays, ImageFolder
 from .preprocessing import preprocess
 from .shards import Shards
@@ -32,5 +33,6 @@ __all__ = [
     "Schedule",
     "Shards",
     "SideBySide",
+    "SmallNORB",
     "preprocess",
 ]

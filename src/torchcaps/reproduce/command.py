@@ -39,8 +39,9 @@ def run(command: str, arguments: Sequence[str]) -> None:
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     settings = Settings(
-        chosen.root, chosen.out, chosen.runs, chosen.epochs, chosen.limit, tuple(_changes(chosen.set or ()))
-    )
+        chosen.root, chosen.data, chosen.out, chosen.runs, chosen.epochs, chosen.limit,
+        tuple(_changes(chosen.set or ())),
+    )  # fmt: skip
     records = []
     for seed in plan.seeds if chosen.seeds is None else chosen.seeds:
         for arm in chosen.arms or plan.arms:
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--arms", nargs="+", help="some of its networks; all where not given")
     add("--seeds", nargs="+", type=int, help="its own where not given")
     add("--root", default="data", help="folder of the data")
+    add("--data", type=Path, help="a MedMNIST-style .npz in the place of the recipe's set; the records name it")
     add("--out", type=Path, default=Path("results"), help="folder of the records")
     add(
         "--runs",

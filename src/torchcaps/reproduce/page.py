@@ -72,8 +72,9 @@ def _section(name: str, plan: Reproduction, runs: Sequence[dict[str, Any]], page
                 paper = arm.paper.get(f"{t}.{m}")
                 cells.append(figure([r["results"][t][m] for r in same]) + (f" (paper {paper})" if paper else ""))
             first = same[0]
+            what = arm.what + (f" (on {first['data']})" if "data" in first else "")
             lines.append(
-                _row([arm.what, str(first["epochs"]), str(len(same)), *cells, f"{first['parameters']:,}",
+                _row([what, str(first["epochs"]), str(len(same)), *cells, f"{first['parameters']:,}",
                       f"{mean(r['minutes'] for r in same):.0f} ({mean(r['cpu_minutes'] for r in same):.0f})"])
             )  # fmt: skip
     if plan.curve is not None and any(r["curve"] for r in runs):

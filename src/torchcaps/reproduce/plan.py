@@ -51,7 +51,7 @@ class Reproduction:
     arms, tests    by name.
     curve          a logged metric to draw against images seen, such as "val/exact_match"; None draws nothing.
     seeds          that a full reproduction takes.
-    base           where the recipe's set of single images stands, for `--root` and `--limit`.
+    base           where the recipe's set of single images stands, for `--root`.
     """
 
     title: str

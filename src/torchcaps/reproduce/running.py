@@ -11,6 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from torchcaps.cli import training
 from torchcaps.cli.recipes import find
 from torchcaps.reproduce.measures import answers, measure
@@ -26,6 +28,7 @@ class Settings:
     """How a reproduction is run here.
 
     root     folder of the data.
+    data     a MedMNIST-style .npz that takes the place of the recipe's set.
     out      folder of the records.
     runs     folder of checkpoints, which are deleted once a run is on record.
     epochs   instead of the recipe's.
@@ -34,6 +37,7 @@ class Settings:
     """
 
     root: str = "data"
+    data: Path | None = None
     out: Path = Path("results")
     runs: Path = Path("runs/reproduce")
     epochs: int | None = None
@@ -46,7 +50,10 @@ def reproduce(name: str, plan: Reproduction, arm_name: str, seed: int, settings:
     arm = plan.arms[arm_name]
     changes = _changes(plan, arm, settings)
     recipe = arm.recipe or plan.recipe
-    asked = {"recipe": recipe, "text": find(recipe).read_text("utf-8"), "changes": changes}
+    text = find(recipe).read_text("utf-8")
+    asked = {"recipe": recipe, "text": text, "changes": changes}
+    if settings.data is not None:
+        asked["data"] = settings.data.name
     key = config_hash(asked)
     path = settings.out / f"{name}.json"
     for record in read(path):
@@ -54,10 +61,12 @@ def reproduce(name: str, plan: Reproduction, arm_name: str, seed: int, settings:
             return record
     folder = settings.runs / name / f"{arm_name}-{key}-seed{seed}"
     seeds = {"seed_everything": seed, "data.init_args.seed": seed}
-    here = {f"{plan.base}.root": settings.root, "run": str(folder)}
-    command = ["fit", "--config", recipe, *_written({**changes, **seeds, **here})]
+    place: dict[str, Any] = {f"{plan.base}.root": settings.root}
+    if settings.data is not None:
+        place = {"data": _in_its_place(yaml.safe_load(text)["data"]["init_args"], settings.data)}
+    written = _written({"run": str(folder), **place, **changes, **seeds})
     last = folder / "checkpoints" / "last.ckpt"
-    fitted = training.fit([*command[1:], *(["--ckpt_path", "last"] if last.exists() else [])])
+    fitted = training.fit(["--config", recipe, *written, *(["--ckpt_path", "last"] if last.exists() else [])])
     module, data, trainer = fitted.model, fitted.datamodule, fitted.trainer
     results = {}
     for test_name, test in plan.tests.items():
@@ -68,7 +77,7 @@ def reproduce(name: str, plan: Reproduction, arm_name: str, seed: int, settings:
     wall, cpu = clock.minutes
     record = {
         "arm": arm_name, "seed": seed, "epochs": trainer.current_epoch, "config_hash": key,
-        "command": " ".join(["torchcaps", *("fit", "--config", recipe), *_quoted({**changes, **seeds})]),
+        "command": " ".join(["torchcaps fit --config", recipe, *_quoted({**changes, **seeds})]),
         "changes": changes, "versions": versions(), "hardware": hardware(),
         "minutes": round(wall, 2), "cpu_minutes": round(cpu, 2),
         "images": trainer.current_epoch * len(data.parts.train),
@@ -78,6 +87,8 @@ def reproduce(name: str, plan: Reproduction, arm_name: str, seed: int, settings:
     }  # fmt: skip
     if settings.limit is not None:
         record["limit"] = settings.limit
+    if settings.data is not None:
+        record["data"] = settings.data.name
     append(path, record)
     shutil.rmtree(folder / "checkpoints")
     return record
@@ -88,8 +99,14 @@ def _changes(plan: Reproduction, arm: Arm, settings: Settings) -> dict[str, Any]
     if settings.epochs is not None:
         changes["trainer.max_epochs"] = settings.epochs
     if settings.limit is not None:
-        changes[f"{plan.base}.limit"] = settings.limit
+        changes["data.init_args.limit"] = settings.limit
     return changes | dict(settings.changes)
+
+
+def _in_its_place(init_args: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The data's arguments for a file that takes the place of the recipe's set."""
+    rest = {name: value for name, value in init_args.items() if name not in ("root", "download")}
+    return {"class_path": "torchcaps.data.NPZ", "init_args": {"path": str(file), **rest}}
 
 
 def _written(changes: Mapping[str, Any]) -> list[str]:
