@@ -173,7 +173,7 @@ def run(command: str, arguments: list[str]) -> None:
         given = ["--config", str(folder / "config.yaml"), "--run", str(folder), *given]
         given += [] if any(a.startswith("--ckpt_path") for a in given) else ["--ckpt_path", "last"]
     cli = _command(command, given)
-    if command == "fit" and not cli.config.fit.trainer.fast_dev_run:
+    if command == "fit" and cli.trainer.is_global_zero and not cli.config.fit.trainer.fast_dev_run:
         _say_what_came_out(cli.trainer, Path(cli.config.fit.run))
 
 
