@@ -8,6 +8,7 @@ import torch
 
 from torchcaps import bench
 from torchcaps.bench import command, layers, report, steps
+from torchcaps.bench.estimate import estimate as bench_estimate
 
 SMALL = {
     "fc": dataclasses.replace(bench.WORKLOADS["fc"], N=2, I=6, J=3),
@@ -85,3 +86,12 @@ def test_bad_values_are_refused_before_anything_is_measured(arguments, error, ca
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert error in capsys.readouterr().err
+
+
+def test_an_estimate_grows_with_the_work_and_says_that_it_is_none_measured(capsys):
+    once, twice = (bench_estimate(dataclasses.replace(bench.WORKLOADS["fc"], N=n)) for n in (1024, 2048))
+    for a, b in zip(once, twice, strict=True):
+        assert a.form == b.form
+        assert a.forward < a.both < b.both < 2 * a.both
+    bench.main(["--estimate", "--workload", "conv"])
+    assert "not measured" in capsys.readouterr().out

@@ -3,6 +3,7 @@
     torchcaps bench                                  all layers, every backend that runs here
     torchcaps bench --workload fc --batch 1 8 128    one layer at several batch sizes
     torchcaps bench --step                           whole training steps beside the same step with routing off
+    torchcaps bench --estimate                       what a GPU should take, from counted work
     torchcaps bench --scaling --plot OUT.png         how cost grows with N, I and J
 
 Machines are noisy, so what counts are ratios within one run. On a CPU the figure is the process's CPU time on one

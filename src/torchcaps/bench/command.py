@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchcaps.bench.estimate import H200, estimate
 from torchcaps.bench.layers import measure
 from torchcaps.bench.measuring import multiply_adds_per_second
 from torchcaps.bench.report import plot, plot_scaling, step_table, table
@@ -27,6 +28,9 @@ FORMS = ["reference", "streamed", "native", "triton", "auto", "tutorial", "batch
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write what was asked for. Raises SystemExit for arguments that it does not know."""
     chosen = _parser().parse_args(arguments)
+    if chosen.estimate:
+        _estimates(chosen.workload or list(WORKLOADS), chosen.batch)
+        return
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(0)
     record: dict[str, Any] = {
@@ -54,6 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             plot(rows, chosen.plot)
     if chosen.json:
         chosen.json.write_text(json.dumps(record, indent=1))
+
+
+def _estimates(names: Sequence[str], batches: Sequence[int] | None) -> None:
+    print(f"{H200.name}, from counted work and its data sheet; not measured")
+    for name in names:
+        for batch in batches or [WORKLOADS[name].N]:
+            for e in estimate(replace(WORKLOADS[name], N=batch)):
+                print(f"{name:<8}{batch:>6}  {e.form:<14}{1000 * e.forward:>9.3f} ms{1000 * e.both:>9.3f} ms")
 
 
 def _layers(chosen: argparse.Namespace, forms: Sequence[str], record: dict[str, Any]) -> list[Any]:
@@ -107,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workload", nargs="+", choices=list(WORKLOADS), help="layers; all where not given")
     add("--step", nargs="*", choices=list(STEPS), help="whole training steps instead of layers")
     add("--scaling", action="store_true", help="how cost grows with N, I and J, instead of layers")
+    add("--estimate", action="store_true", help="what an H200 should take, from counted work, instead of measuring")
     add("--batch", nargs="+", type=_count, help="batch sizes; each workload's own where not given")
     add(
         "--form",
