@@ -13,6 +13,7 @@ from torchcaps.cli import main
 from torchcaps.cli.recipes import find
 from torchcaps.reproduce import REPRODUCTIONS, Settings, records, reproduce, running
 from torchcaps.reproduce.measures import MEASURES, measure
+from torchcaps.reproduce.minutes import estimate_minutes
 from torchcaps.reproduce.page import figure, write_page
 from torchcaps.run.build import build
 from torchcaps.training import Classification
@@ -43,14 +44,35 @@ def test_every_arm_has_a_recipe_and_a_model_and_speaks_of_measures_that_are_take
     recipe = yaml.safe_load(find(chosen.recipe or plan.recipe).read_text("utf-8"))
     assert set(chosen.changes) <= {"model.name", "model.settings", "model.reconstruction_weight"}
     settings = chosen.changes.get("model.settings", recipe["model"].get("settings", {}))
-    sizes = {"diverse": (1, 36), "cifar10_simple": (3, 32), "cifar10_resnet": (3, 32)}
-    chans, side = sizes.get(name, (1, 28))
-    config = {"name": chosen.changes.get("model.name", recipe["model"]["name"]), "num_classes": 10, "in_chans": chans}
-    assert isinstance(build({**config, "image_size": [side, side], **settings}), nn.Module)
+    config = {"name": chosen.changes.get("model.name", recipe["model"]["name"]), "num_classes": plan.num_classes}
+    shape = {"in_chans": plan.image[0], "image_size": plan.image[1:]}
+    assert isinstance(build({**config, **shape, **settings}), nn.Module)
     taken = {f"{t}.{m}" for t, test in plan.tests.items() for m in test.measures}
     assert {m for test in plan.tests.values() for m in test.measures} <= set(MEASURES)
     assert {*chosen.paper, *chosen.expect} <= taken
     assert all(low <= high for low, high in chosen.expect.values())
+
+
+def test_the_cnn_of_the_short_table_makes_as_many_multiply_adds_as_the_capsules():
+    plan = REPRODUCTIONS["cifar10_simple"]
+    capsules, cnn = (estimate_minutes(plan, plan.arms[name]).step.multiply_adds for name in ("attention", "cnn"))
+    assert abs(cnn / capsules - 1) < 0.02
+
+
+def test_an_estimate_of_minutes_grows_with_epochs_and_says_that_nothing_was_measured(capsys):
+    plan = REPRODUCTIONS["cifar10_resnet"]
+    long, short = (estimate_minutes(plan, plan.arms[name]) for name in ("attention", "short"))
+    assert long.steps == 350 * 391
+    assert long.step.multiply_adds == short.step.multiply_adds
+    assert long.compiled / short.compiled == pytest.approx(7, rel=1e-4)
+    assert long.eager >= long.compiled
+    # every number of the first map is written by the convolution and read by what follows: bfloat16, and again backward
+    assert long.step.moved > 4 * 2 * 128 * 64 * 32 * 32
+    main(["reproduce", "cifar10_resnet", "--arms", "short", "--estimate"])
+    said = capsys.readouterr().out
+    assert "nothing here was measured" in said
+    assert "one cycle of 50 epochs" in said
+    assert "ResNet-18" not in said
 
 
 def test_measures_of_two_labels_and_of_sets():

@@ -26,14 +26,15 @@ class Gpu:
     name: str
     float32: float
     tf32: float
+    bfloat16: float
     bandwidth: float
     launch: float = 4e-6
     compute_share: float = 0.4
     bandwidth_share: float = 0.8
 
 
-H200 = Gpu("H200 SXM", 67e12, 494.5e12, 4.8e12)
-"""NVIDIA's data sheet of the H200 (SXM): 67 TFLOPS in float32, 494.5 in TF32 without sparsity, 4.8 TB/s."""
+H200 = Gpu("H200 SXM", 67e12, 494.5e12, 989e12, 4.8e12)
+"""NVIDIA's data sheet of the H200 (SXM), without sparsity; TFLOPS in float32, TF32 and bfloat16, and 4.8 TB/s."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torchcaps.bench.estimate import H200
+from torchcaps.reproduce.minutes import estimate_minutes
 from torchcaps.reproduce.page import figure, percent, write_page
 from torchcaps.reproduce.plan import Reproduction
 from torchcaps.reproduce.running import Settings, reproduce
@@ -36,6 +38,9 @@ def run(command: str, arguments: Sequence[str]) -> None:
     plan = REPRODUCTIONS[chosen.name]
     if unknown := [arm for arm in chosen.arms or () if arm not in plan.arms]:
         raise ValueError(f"{chosen.name} has no arm {unknown[0]!r}: it has {', '.join(plan.arms)}")
+    if chosen.estimate:
+        _estimates(plan, chosen.arms or list(plan.arms))
+        return
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     settings = Settings(
@@ -65,6 +70,20 @@ def _say(plan: Reproduction, records: Sequence[dict[str, Any]]) -> None:
                 ours = [r["results"][test_name][measure] for r in runs]
                 said, place = arm.paper.get(key, "-"), _place(ours, arm.expect.get(key))
                 print(f"    {f'{test.what}, {measure}':<52}{figure(ours):>16}  paper {said:<10} {place}", flush=True)
+
+
+def _estimates(plan: Reproduction, arms: Sequence[str]) -> None:
+    """What each arm should take on a GPU."""
+    print(f"{plan.title}: on a {H200.name}, from counted work and its data sheet; nothing here was measured")
+    print(f"{'':<44}{'epochs':>8}{'GFLOP a step':>14}{'GB a step':>11}{'eager, min':>12}{'compiled, min':>15}")
+    for name in arms:
+        found = estimate_minutes(plan, plan.arms[name])
+        operations = 6e-9 * found.step.multiply_adds * found.step.batch
+        print(
+            f"{plan.arms[name].what:<44}{found.epochs:>8}{operations:>14.0f}{found.step.moved / 1e9:>11.1f}"
+            f"{found.eager:>12.1f}{found.compiled:>15.1f}",
+            flush=True,
+        )
 
 
 def _place(ours: Sequence[float], expected: tuple[float, float] | None) -> str:
@@ -106,5 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=int, help="use so many images alone: a trial")
     add("--set", nargs="+", metavar="NAME=VALUE", help="further arguments of torchcaps fit")
     add("--threads", type=int, help="of the processor")
+    add("--estimate", action="store_true", help="what it should take on an H200, from counted work; trains nothing")
     add("--page", type=Path, help="write the page of results from the records in --out, and train nothing")
     return parser

@@ -46,4 +46,6 @@ DIVERSE = Reproduction(
     curve="val/exact_match",
     seeds=(0, 1),
     base="data.init_args.base.init_args",
+    image=(1, 36, 36),
+    images=50_000,
 )

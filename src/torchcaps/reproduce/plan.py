@@ -52,6 +52,9 @@ class Reproduction:
     curve          a logged metric to draw against images seen, such as "val/exact_match"; None draws nothing.
     seeds          that a full reproduction takes.
     base           where the recipe's set of single images stands, for `--root`.
+    image          (channels, height, width) of an image.
+    num_classes    classes.
+    images         of an epoch.
     """
 
     title: str
@@ -63,3 +66,10 @@ class Reproduction:
     curve: str | None = None
     seeds: tuple[int, ...] = (0, 1, 2)
     base: str = "data.init_args"
+    image: tuple[int, int, int] = (1, 28, 28)
+    num_classes: int = 10
+    images: int = 60_000
+
+    def recipe_of(self, arm: Arm) -> str:
+        """The name of an arm's recipe."""
+        return arm.recipe or self.recipe

@@ -49,7 +49,7 @@ def reproduce(name: str, plan: Reproduction, arm_name: str, seed: int, settings:
     """The record of one arm and seed: from the file, or trained now."""
     arm = plan.arms[arm_name]
     changes = _changes(plan, arm, settings)
-    recipe = arm.recipe or plan.recipe
+    recipe = plan.recipe_of(arm)
     text = find(recipe).read_text("utf-8")
     asked = {"recipe": recipe, "text": text, "changes": changes}
     if settings.data is not None:

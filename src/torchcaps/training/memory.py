@@ -63,6 +63,8 @@ class Estimate:
                    "activations", all that forward and backward hold besides.
     phases         the peak in "forward", "backward" and "update", bytes.
     fixed          bytes in each of these phases that do not depend on the batch.
+    moved          bytes that the operators of a step read and write, each for itself, views left out.
+    operators      how many these are.
     """
 
     parameters: int
@@ -71,6 +73,8 @@ class Estimate:
     parts: Mapping[str, int]
     phases: Mapping[str, int]
     fixed: Mapping[str, int]
+    moved: int = 0
+    operators: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -115,7 +119,7 @@ def estimate(
     precision  Lightning's name of it: "32-true", "bf16-mixed", ...
     loss       from the model and x `[batch, *input_shape]` to the loss; the sum of the scores where it is not given.
     forward    what is counted as multiply-adds, `model(x)` where it is not given.
-    device     "cpu" or "cuda", which need not be there.
+    device     "cpu", or "cuda" where there is one: torch goes no step back on a device that it cannot find.
 
     Raises ValueError where the model has parameters without a size, does not take such an input, or takes other ways
     for other numbers.
@@ -150,7 +154,9 @@ def estimate(
         ) from error
     except Exception as error:  # whatever a model of others may raise
         raise ValueError(f"{type(model).__name__} does not take {list(x.shape)}: {error}") from error
-    return Estimate(parameters, macs, batch, ledger.parts(), ledger.phases, ledger.fixed)
+    return Estimate(
+        parameters, macs, batch, ledger.parts(), ledger.phases, ledger.fixed, ledger.moved, ledger.operators
+    )
 
 
 def refuse_if_too_large(cost: Estimate, available: int | None = None, device: str = "cpu") -> None:
@@ -268,6 +274,11 @@ def _step(
     return ledger
 
 
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor's numbers in memory: what is expanded is there once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
 def _first_tensor(out: object) -> Tensor:
     return next(t for t in tree_iter(out) if isinstance(t, Tensor))
 
@@ -303,6 +314,7 @@ class _Ledger(_Answering):
         self._history: list[tuple[int, int]] = []  # (number, bytes), bytes below 0 where it goes
         self._marks: dict[str, tuple[int, int]] = {}  # phase -> its part of the history
         self._now = self._peak = 0
+        self.moved = self.operators = 0
         self._inside: int | None = None  # operators still to be looked at inside one of routing's
 
     def own(self, part: str, tensors: Sequence[Tensor]) -> None:
@@ -314,6 +326,8 @@ class _Ledger(_Answering):
     def phase(self, name: str) -> Iterator[None]:
         """The peak of what is done here."""
         self._peak, begin = self._now, len(self._history)
+        if not self.phases:
+            self.moved = self.operators = 0  # what came before was the step before
         yield
         self.phases[name] = self._peak
         self._marks[name] = begin, len(self._history)
@@ -332,9 +346,13 @@ class _Ledger(_Answering):
         elif func.namespace == "torchcaps":
             self._look_inside(func, args, kwargs)
         out = func(*args, **kwargs)
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self._note(tensor)
+        written = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
+        for tensor in written:
+            self._note(tensor)
+        if self._inside is None and not getattr(func, "is_view", False):
+            read = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
+            self.moved += sum(_size(tensor) for tensor in (*read, *written))
+            self.operators += 1
         return out
 
     def _look_inside(self, func: Any, args: Any, kwargs: Any) -> None:
