@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -331,3 +334,161 @@ def test_forward_derivatives_run_on_the_reference_under_auto():
         assert forward_ad.unpack_dual(parents).tangent.isfinite().all()
         with pytest.raises(ValueError, match="forward-mode"):
             dynamic(forward_ad.make_dual(poses, torch.randn_like(poses)), weight, backend="streamed")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.parametrize("rule", [Dynamic(), Dynamic.su(), Attention()], ids=["sabour", "su", "attention"])
+def test_forward_and_second_derivatives_of_what_learns(rule):
+    poses, weight = torch.randn(2, 3, 1, 2, dtype=torch.float64), torch.randn(3, 2, 2, 2, dtype=torch.float64)
+
+    def loss(w):
+        return rule(poses, w).poses.square().sum()
+
+    weight.requires_grad_()
+    backward = torch.autograd.functional.hessian(loss, weight)
+    torch.testing.assert_close(torch.func.hessian(loss)(weight), backward, rtol=1e-9, atol=1e-12)
+    toward = torch.randn_like(weight)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(loss(forward_ad.make_dual(weight, toward))).tangent
+    gradient = torch.autograd.grad(loss(weight), weight)[0]
+    torch.testing.assert_close(tangent, (gradient * toward).sum(), rtol=1e-9, atol=1e-12)
+
+
+def test_few_examples_compile_whole_with_sizes_that_change():
+    script = """
+        import torch
+        from torchcaps.routing import dynamic
+
+        weight = torch.randn(20, 8, 4, 5, requires_grad=True)
+        compiled = torch.compile(
+            lambda x: dynamic(x, weight).poses, dynamic=True, fullgraph=True, backend="aot_eager"
+        )
+        for N in (2, 5, 40):  # on both sides of what the CPU kernels are worth
+            poses = torch.randn(N, 20, 2, 4)
+            found, wanted = compiled(poses), dynamic(poses, weight, backend="reference").poses
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            a, b = (torch.autograd.grad(v.square().sum(), weight)[0] for v in (found, wanted))
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    """  # in a process of its own: the checks of shapes around the tests cannot be traced
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("backend", ["auto", "streamed", pytest.param("native", marks=here)])
+@pytest.mark.parametrize("rule", [Dynamic(iterations=1), Attention(iterations=1)], ids=["dynamic", "attention"])
+def test_one_round_of_a_map_whose_windows_share_one_weight_learns(rule, backend):
+    grads = []
+    for chosen in ("reference", backend):
+        torch.manual_seed(0)
+        poses = torch.randn(8, 5, 7, 6, 2, 4, requires_grad=True)
+        weight = torch.randn(1, 6, 4, 5, requires_grad=True)
+        windows = Windows((3, 2), (2, 1), (1, 0))
+        rule(poses, weight, windows=windows, backend=chosen).poses.square().sum().backward()
+        grads.append((poses.grad, weight.grad))
+    for found, wanted in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+class Learned(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, s):
+        return self.gain * s
+
+
+@pytest.mark.parametrize(
+    ("squash", "words"),
+    [(Learned(), "holds tensors that need gradients"), (torch.nn.Dropout(0.5), "draws random numbers")],
+)
+@pytest.mark.parametrize("place", ["squash", "inner_squash"])
+def test_a_squash_that_a_second_walk_would_not_know_runs_on_the_reference(squash, words, place):
+    poses, weight = torch.randn(64, 30, 1, 4), torch.randn(30, 8, 4, 5, requires_grad=True)
+    learned, found = [weight, *squash.parameters()], []
+    for backend in ("auto", "reference"):
+        torch.manual_seed(0)
+        parents = dynamic(poses, weight, backend=backend, **{place: squash}).poses
+        found.append([parents, *torch.autograd.grad(parents.square().sum(), learned)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match=f"a second time .* yours {words}"):
+        dynamic(poses, weight, backend="streamed", **{place: squash})
+    with torch.no_grad():  # without a gradient there is no second walk
+        dynamic(poses, weight, backend="streamed", **{place: squash})
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_cpu_kernels_do_not_take_the_default_dtype_or_device_for_their_own(dtype):
+    poses, weight = torch.randn(16, 30, 1, 4), torch.randn(30, 8, 4, 5, requires_grad=True)
+    wanted = dynamic(poses, weight, backend="native").poses
+    torch.set_default_dtype(dtype)
+    try:
+        found = dynamic(poses, weight, backend="native").poses
+        found.sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)
+    with torch.device("meta"):
+        parents = native.forward_pass(poses, weight.detach(), wanted.detach())
+    assert parents.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (((3, 3), (1, 0), (0, 0)), r"stride=\(1, 0\) must be whole numbers of 1 or more"),
+        (((3, 3), (1, 1), (0, -1)), r"padding=\(0, -1\) must be whole numbers of 0 or more"),
+        (((3, 2.0), (1, 1), (0, 0)), r"kernel=\(3, 2.0\) must be whole"),
+        (((3, 3), (1,), (0, 0)), r"as many numbers of each kind as the map has axes, 1 to 3"),
+        (((), (), ()), r"as many numbers of each kind"),
+    ],
+)
+def test_windows_that_cannot_be_say_so_when_they_are_made(settings, words):
+    with pytest.raises(ValueError, match=words):
+        Windows(*settings)
+
+
+@here
+@pytest.mark.parametrize("rule", [Dynamic(), Attention()], ids=["dynamic", "attention"])
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_a_batch_of_none_gives_parents_of_none_where_all_children_share_a_weight(rule, iterations):
+    poses, weight = torch.randn(0, 7, 2, 4, requires_grad=True), torch.randn(1, 3, 4, 5, requires_grad=True)
+    parents = dataclasses.replace(rule, iterations=iterations)(poses, weight, backend="native").poses
+    assert parents.shape == (0, 3, 2, 5)
+    parents.sum().backward()
+    assert poses.grad.shape == poses.shape
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@here
+@pytest.mark.parametrize("J", [1, 3, 17])
+def test_lanes_behind_the_last_parent_get_no_share_however_low_the_priors_are(J):
+    torch.manual_seed(0)
+    poses, weight = torch.randn(2, 3, 5, 5, 1, 4), torch.randn(27, J, 4, 5)
+    prior = torch.zeros(27, J)
+    prior[::2] = torch.finfo(torch.float32).min  # all parents of a child alike: as good as 0
+    found, wanted = (
+        dynamic(poses, weight, prior=prior, windows=Windows((3, 3), (1, 1), (0, 0)), backend=backend).poses
+        for backend in ("native", "reference")
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("competition", ["window", "all"])
+def test_padded_windows_export_for_any_batch(competition):
+    layer = ConvCapsules(3, 8, (2, 4), (2, 5), 3, padding=1, routing=Attention(), competition=competition)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(Capsules(x)).poses
+
+    net, batch = Net().eval(), torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(net, (torch.randn(4, 3, 9, 9, 2, 4),), dynamic_shapes=({0: batch},)).module()
+    for N in (1, 4, 7):
+        x = torch.randn(N, 3, 9, 9, 2, 4)
+        torch.testing.assert_close(exported(x), net(x), rtol=1e-4, atol=1e-5)

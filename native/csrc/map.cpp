@@ -3,6 +3,7 @@
 //
 // Sums over children belong to their window; gradients of poses and weights belong to the type of the child, whose owner
 // walks the windows in order. Results are bitwise the same for every thread count.
+#include <limits>
 #include <vector>
 
 #include "kernels.h"
@@ -101,7 +102,7 @@ private:
     int64_t begin_;
 };
 
-// What is added to the logits of a child, [V]: the prior, and for lanes behind the last parent a number that leaves them no
+// What is added to the logits of a child, [V]: the prior, and for lanes behind the last parent -inf, which leaves them no
 // share. Null where nothing is.
 class Bias {
 public:
@@ -110,7 +111,7 @@ public:
         const int64_t width = int64_t{V_} * LANES, rows = step_ != 0 ? map.children : 1;
         for (int64_t i = 0; i < rows; ++i)
             for (int64_t j = 0; j < width; ++j)
-                memory_.floats()[i * width + j] = j >= map.J ? -1e30f : step_ != 0 ? map.c.prior[i * map.J + j] : 0.0f;
+                memory_.floats()[i * width + j] = j >= map.J ? -std::numeric_limits<float>::infinity() : step_ != 0 ? map.c.prior[i * map.J + j] : 0.0f;
     }
     const vf* of(int64_t child) const { return needed_ ? memory_.vectors() + child * step_ : nullptr; }
 

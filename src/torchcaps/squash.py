@@ -65,13 +65,20 @@ def squash(
     dim = _check(s, dim, "squash")
     if kind == "identity":
         return s
-    if torch.is_grad_enabled() and s.requires_grad:
+    if torch.is_grad_enabled() and s.requires_grad and not (torch.compiler.is_compiling() or transformed()):
         return _Squash.apply(s, kind, dim, a, eps)
     return _Squash.forward(s, kind, dim, a, eps)  # the way through apply takes longer than the squash of a few capsules
 
 
+def transformed() -> bool:
+    """Whether this runs inside a transform of torch.func, such as vmap or jvp, or carries derivatives forward."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
 class _Squash(torch.autograd.Function):
     """v = g(r) s with g = f(r)/r, and its gradient g dv + (f'(r) - g) e <e, dv> with e = s / r.
+
+    Transforms and compilers differentiate the operations of `forward` instead, which they can see through.
 
     Only s is saved. The backward is made of differentiable operations, so that derivatives of any order are right.
     """
@@ -112,6 +119,34 @@ def resolve(kind: Squash) -> tuple[str, float, float] | None:
     if isinstance(kind, str):
         return kind, 1.0, 0.0
     return ("sabour", kind.a, kind.eps) if isinstance(kind, Sabour) else None
+
+
+def why_not_twice(kind: Squash, s: Tensor) -> str | None:
+    """Why `squash_backward` would be wrong for a callable, found by trying it on `s`; None where it is right."""
+    if not callable(kind) or resolve(kind) is not None or not torch.is_grad_enabled():
+        return None
+    before = _random_state(s)
+    with torch.enable_grad():
+        x = s.detach().requires_grad_()
+        v = kind(x)
+    after = _random_state(s)
+    if not torch.equal(before, after):
+        torch.cuda.set_rng_state(before, s.device) if s.is_cuda else torch.set_rng_state(before)
+        return "draws random numbers"
+    seen, todo = set(), [v.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", x) is not x:  # a leaf of the graph, such as a parameter
+            return "holds tensors that need gradients"
+        todo += [following for following, _ in node.next_functions]
+    return None
+
+
+def _random_state(s: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(s.device) if s.is_cuda else torch.get_rng_state()
 
 
 def _backward(s: Tensor, dv: Tensor, kind: str, dim: tuple[int, ...], a: float, eps: float) -> Tensor:

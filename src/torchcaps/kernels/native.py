@@ -23,6 +23,7 @@ The library is looked for at the first call, next to this file, and comes in sev
 
 import ctypes
 import functools
+import math
 import platform
 import sys
 from collections.abc import Sequence
@@ -221,7 +222,8 @@ class _Call:
             raise MemoryError(f"the native kernels found no memory for {name} of {list(self.parents)} parents")
 
     def new(self, *shape: int) -> Tensor:
-        return torch.zeros(shape) if self.empty else torch.empty(shape)
+        make = torch.zeros if self.empty else torch.empty
+        return make(shape, dtype=torch.float32, device="cpu")
 
     def sum_over_children(self, name: str, *targets: Tensor) -> Tensor:
         targets = tuple(_floats("state" if k == 0 else "grad", t, self.parents) for k, t in enumerate(targets))
@@ -380,7 +382,7 @@ def _full(
 
 def _prior_gradient(call: _Call) -> Tensor:
     children = call.weight.shape[0] if call.kind == "map" else call.poses.shape[1]
-    return torch.zeros(children, call.weight.shape[1])
+    return torch.zeros(children, call.weight.shape[1], dtype=torch.float32, device="cpu")
 
 
 def _of_those_present(call: _Call, d_poses: Tensor) -> Tensor:
@@ -394,9 +396,10 @@ def _of_those_present(call: _Call, d_poses: Tensor) -> Tensor:
 def _each_parent(rows: Tensor, weight: Tensor) -> Tensor:
     """rows `[.., J, R, A]` times weight `[J, A, B]`; a broadcast product would copy the weight for every row."""
     J, R, A = rows.shape[-3:]
-    by_parent = rows.reshape(-1, J, R, A).transpose(0, 1).reshape(J, -1, A)
-    product = torch.bmm(by_parent, weight).view(J, -1, R, weight.shape[2]).transpose(0, 1)
-    return product.reshape(*rows.shape[:-1], -1).contiguous()
+    count = math.prod(rows.shape[:-3])
+    by_parent = rows.reshape(count, J, R, A).transpose(0, 1).reshape(J, count * R, A)
+    product = torch.bmm(by_parent, weight).view(J, count, R, weight.shape[2]).transpose(0, 1)
+    return product.reshape(*rows.shape[:-1], weight.shape[2]).contiguous()
 
 
 def _queries(call: _Call, parents: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from torchcaps.routing import _native, _triton
 from torchcaps.routing._round import Call
+from torchcaps.squash import transformed
 
 __all__ = ["Situation", "choose", "situation"]
 
@@ -45,6 +46,8 @@ class Situation:
     traceable: bool = True
     """All settings are known by name, so that a compiled graph can hold the derivative."""
     compiling: bool = False
+    squash_twice: str | None = None
+    """Why a squash of the caller's own cannot be walked through a second time, in the backward pass, or None."""
     native_cannot: str | None = "is not there"
     """Why the CPU kernels are out of the question, or None."""
     triton_cannot: str | None = "runs on CUDA alone"
@@ -52,7 +55,13 @@ class Situation:
 
 
 def situation(
-    call: Call, backend: str, *, traceable: bool = True, cosine: bool = False, kernels_know: bool = True
+    call: Call,
+    backend: str,
+    *,
+    traceable: bool = True,
+    squash_twice: str | None = None,
+    cosine: bool = False,
+    kernels_know: bool = True,
 ) -> Situation:
     """The situation of a call, now. `kernels_know`: the algorithm's options are among those of the kernels."""
     N, I, J, R, Q = call.sizes
@@ -65,19 +74,15 @@ def situation(
         windows_compete=call.child_ids is not None,
         coupling_wanted=bool(call.return_coupling),
         exporting=torch.compiler.is_exporting(),
-        transformed=not torch.compiler.is_compiling() and _transformed(),
+        transformed=not torch.compiler.is_compiling() and transformed(),
         traceable=traceable,
         compiling=torch.compiler.is_compiling(),
+        squash_twice=squash_twice,
         native_cannot=strange or _native.why_not(call.poses, call.weight),
         triton_cannot="runs on CUDA alone"
         if backend != "triton" and not call.poses.is_cuda
         else strange or _triton.why_not(call.poses, call.weight, cosine),
     )
-
-
-def _transformed() -> bool:
-    """Inside a transform of torch.func, or where derivatives are carried forward."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def choose(backend: str, now: Situation) -> str:
@@ -113,4 +118,6 @@ def _why_not_streamed(now: Situation) -> str | None:
         return "does not run inside transforms of torch.func, nor with forward-mode derivatives"
     if now.compiling and not now.traceable:
         return "cannot be compiled with a squash that is a callable of your own"
+    if now.squash_twice:
+        return f"goes through the squash a second time for its gradient, and yours {now.squash_twice}"
     return None

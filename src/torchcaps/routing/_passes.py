@@ -125,8 +125,11 @@ def uniform(ch: Children) -> Tensor:
 
 def uniform_gradients(ch: Children, base: Tensor) -> tuple[Tensor, Tensor]:
     """What du_ij = base_j gives: gradients of poses and weight. The door drops what masked poses get."""
-    if ch.windows is not None:
+    if ch.windows is not None and len(ch.weight) > 1:
         return _convolve_backward(ch.poses, ch.weight, ch.windows, base)
+    if ch.windows is not None:
+        down, dw = uniform_gradients(ch.unfolded(), base)
+        return ch.windows.fold(down, ch.poses.shape[2:-2]), dw
     if len(ch.weight) == 1:
         down = torch.einsum("njrq,jpq->nrp", base, ch.weight[0])[:, None]
         return down.expand_as(ch.poses), torch.einsum("nrp,njrq->jpq", ch.poses.sum(1), base)[None]

@@ -85,6 +85,7 @@ class Call:
         if value is None:
             return None
         _check_real(name, value)
+        _check_device(name, value, self.poses)
         if tuple(value.shape) != shape:
             raise ValueError(f"{name} {list(value.shape)} does not fit this call: it must be {list(shape)}")
         return value.to(self.poses.dtype)
@@ -141,6 +142,7 @@ def enter(
     for name, value in (("activations", activations), ("vote_offset", vote_offset), ("mask", mask)):
         if value is not None:
             _check_real(name, value)
+            _check_device(name, value, poses)
     places = poses.shape[:-2]
     if activations is not None and activations.shape != places:
         raise ValueError(f"activations {list(activations.shape)} but poses {list(poses.shape)} need {list(places)}")
@@ -156,7 +158,7 @@ def enter(
             "it must be [I or 1, J or 1, R, Q], or have a leading N or 1"
         )
     if child_ids is not None:
-        _check_child_ids(child_ids, N, I)
+        _check_child_ids(child_ids, poses, N, I)
         if readable(child_ids):  # numbered anew, from 0 on without gaps
             child_ids = child_ids.unique(return_inverse=True)[1]
     dtype = torch.promote_types(poses.dtype, weight.dtype)
@@ -244,8 +246,13 @@ def _check_pair(poses: Tensor, weight: Tensor, windows: Windows | None) -> None:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             hint = "; a vector capsule is a pose of one row: poses.unsqueeze(-2)" if name == "poses" else ""
             raise ValueError(f"{name} must be a tensor {letters}, not {shape}{hint}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, not {tensor.dtype}: call .float() first")
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} must be floating point of 16, 32 or 64 bits, not {tensor.dtype}: call .float() first"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} must be dense, not {tensor.layout}: call .to_dense() first")
+    _check_device("weight", weight, poses)
     I = poses.shape[1]
     if windows is not None:
         check_window("windows", poses.shape[2:-2], windows.kernel, windows.padding)
@@ -263,8 +270,9 @@ def _check_pair(poses: Tensor, weight: Tensor, windows: Windows | None) -> None:
         )
 
 
-def _check_child_ids(child_ids: Tensor, N: int, I: int) -> None:
+def _check_child_ids(child_ids: Tensor, poses: Tensor, N: int, I: int) -> None:
     _check_real("child_ids", child_ids)
+    _check_device("child_ids", child_ids, poses)
     if child_ids.dtype != torch.long or child_ids.dim() != 2 or child_ids.shape[1] != I:
         raise ValueError(f"child_ids {list(child_ids.shape)} of {child_ids.dtype} must be [windows, {I}] of torch.long")
     if child_ids.shape[0] == 0 or N % child_ids.shape[0]:
@@ -278,6 +286,11 @@ def _check_real(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or value.is_complex():
         what = f"of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"{name} must be a tensor of real numbers, not {what}: torch.as_tensor makes one")
+
+
+def _check_device(name: str, value: Tensor, poses: Tensor) -> None:
+    if value.device != poses.device:
+        raise ValueError(f"{name} is on {value.device}, but poses are on {poses.device}: move one to the other")
 
 
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:

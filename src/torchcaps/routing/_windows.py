@@ -27,6 +27,14 @@ class Windows:
     stride: tuple[int, ...]
     padding: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        each = {"kernel": (self.kernel, 1), "stride": (self.stride, 1), "padding": (self.padding, 0)}
+        if len({len(sizes) for sizes, _ in each.values()}) > 1 or not 1 <= len(self.kernel) <= 3:
+            raise ValueError(f"{self} must have as many numbers of each kind as the map has axes, 1 to 3")
+        for name, (sizes, least) in each.items():
+            if any(isinstance(size, bool) or not isinstance(size, int) or size < least for size in sizes):
+                raise ValueError(f"Windows: {name}={sizes} must be whole numbers of {least} or more")
+
     @property
     def axes(self) -> int:
         """Spatial axes of the map."""
@@ -61,7 +69,7 @@ class Windows:
     def fold(self, x: Tensor, spatial: Sequence[int]) -> Tensor:
         """`[N * windows, C * kernel, *rest]`, summed at each child of a map of this size: `[N, C, *spatial, *rest]`."""
         out = self.out(spatial)
-        N, C = len(x) // math.prod(out), x.shape[1] // math.prod(self.kernel)
+        N, C = x.shape[0] // math.prod(out), x.shape[1] // math.prod(self.kernel)
         entries = x.reshape(N, *out, C, *self.kernel, *x.shape[2:])
         sizes = [size + 2 * p for size, p in zip(spatial, self.padding, strict=True)]
         total = x.new_zeros(N, *sizes, C, *x.shape[2:])
@@ -76,9 +84,8 @@ class Windows:
         """`[N * windows, C * kernel]`, True for a child inside the map that is not masked; None where all take part."""
         if mask is None and self.padded:
             axes = self.axes
-            mask = poses.new_ones((1, *poses.shape[1 : 2 + axes]), dtype=torch.bool).expand(
-                len(poses), *[-1] * (1 + axes)
-            )
+            mask = poses.new_ones((1, *poses.shape[1 : 2 + axes]), dtype=torch.bool)
+            mask = mask.expand(poses.shape[0], *mask.shape[1:])  # len() would fix the batch of an exported graph
         return None if mask is None else self.unfold(mask)
 
 

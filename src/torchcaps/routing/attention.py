@@ -85,6 +85,10 @@ def attention(
         iterations=iterations, backend=backend, return_coupling=return_coupling,
     )  # fmt: skip
     N, _, J, R, Q = call.sizes
+    if isinstance(scale, Tensor):
+        raise ValueError(
+            "scale is a tensor, but must be a number: a scale that learns is the norm_weight of the parents"
+        )
     step = AttentionStep((R * Q) ** -0.5 if scale is None else scale, norm and R * Q > 1, eps)
     gains: tuple[Tensor, ...] = ()
     if norm_weight is not None or norm_bias is not None:

@@ -42,7 +42,7 @@ from torchcaps.routing._round import Backend, Call, Over, check_iterations, coup
 from torchcaps.routing._rounds import Plan, run_rounds
 from torchcaps.routing._rule import Rule
 from torchcaps.routing._windows import Windows
-from torchcaps.squash import Sabour, Squash, check_squash, resolve, squash_backward
+from torchcaps.squash import Sabour, Squash, check_squash, resolve, squash_backward, transformed, why_not_twice
 from torchcaps.squash import squash as apply_squash
 from torchcaps.types import Routed
 
@@ -138,7 +138,10 @@ def dynamic(
     )
     with call.own_precision():
         known = normalize == "parents" and detach == "none"
-        now = situation(call, backend, traceable=step.traceable, cosine=step.cosine, kernels_know=known)
+        once = None if step.traceable or backend == "reference" else step.why_not_twice(call.zeros(1, J, R, Q) + 0.1)
+        now = situation(
+            call, backend, traceable=step.traceable, squash_twice=once, cosine=step.cosine, kernels_know=known
+        )
         chosen = choose(backend, now)
         if chosen == "reference":
             return call.answer(*equations(call, prior, start, extras))
@@ -232,6 +235,12 @@ class DynamicStep:
     def traceable(self) -> bool:
         """Whether both squashes are of the family, so that their derivatives are formulas."""
         return resolve(self.squash) is not None and resolve(self.inner_squash) is not None
+
+    def why_not_twice(self, s: Tensor) -> str | None:
+        """Why the backward pass cannot go through the squashes a second time; `s`, any sum of votes, is to try them."""
+        if torch.compiler.is_compiling() or transformed():
+            return None
+        return why_not_twice(self.squash, s) or why_not_twice(self.inner_squash, s)
 
 
 def _check_settings(agreement: str, normalize: str, leaky: bool, detach: str, windows: bool) -> None:
