@@ -3,6 +3,8 @@ plain float32 does, and are bitwise the same for every number of threads."""
 
 from __future__ import annotations
 
+import ctypes.util
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -456,3 +458,11 @@ def test_every_build_agrees(build: str, monkeypatch: pytest.MonkeyPatch) -> None
         for J in (3, 16, 32):
             case, keep = make_map((2, 3, 7, 6), J, shape, window, mask=True, uniform=True)
             check_map(case, window, keep)
+
+
+def test_a_library_that_is_another_one_says_what_it_lacks() -> None:
+    other = ctypes.util.find_library("m")
+    if other is None:
+        pytest.skip("this system has no library of mathematics to take for another one")
+    with pytest.raises(OSError, match="has no tc_version: it is no library of this package"):
+        native.load(Path(other))

@@ -110,6 +110,8 @@ def builds() -> tuple[str, ...]:
 def load(path: Path) -> ctypes.CDLL:
     """The library at `path`, its functions declared. OSError where it does not load or speaks another version."""
     library = ctypes.CDLL(str(path))
+    if absent := [name for name in ("tc_version", *_FUNCTIONS) if not hasattr(library, name)]:
+        raise OSError(f"{path} has no {absent[0]}: it is no library of this package, or that of another version")
     version = int(library.tc_version())
     if version != _VERSION:
         raise OSError(f"{path} speaks version {version} of the interface, this package version {_VERSION}")
