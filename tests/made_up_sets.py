@@ -14,9 +14,9 @@ from torchcaps.data import norb
 MAGIC = {np.dtype(np.uint8): 0x1E3D4C55, np.dtype("<i4"): 0x1E3D4C54}
 
 
-def mnist(root: Path, train: int = 120, test: int = 80) -> None:
-    """MNIST: each image has a bright block whose place is its class, so that there is something to learn."""
-    raw = root / "MNIST" / "raw"
+def mnist(root: Path, train: int = 120, test: int = 80, name: str = "MNIST") -> None:
+    """MNIST or FashionMNIST: each image has a bright block whose place is its class: something to learn."""
+    raw = root / name / "raw"
     raw.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for part, count in (("train", train), ("t10k", test)):

@@ -64,7 +64,7 @@ def needs(recipe, own_images, own_signals, root, monkeypatch):
     elif "SmallNORB" in text:
         made_up_sets.smallnorb(root, monkeypatch)
     elif "MNIST" in text:
-        made_up_sets.mnist(root)
+        made_up_sets.mnist(root, name="FashionMNIST" if "FashionMNIST" in text else "MNIST")
     else:
         return []
     place = "data.init_args.base.init_args.root" if "base: {" in text else "data.init_args.root"

@@ -1,6 +1,7 @@
 """Expert capsules: the golden numbers, the energy by brute force, the symmetries, the options, mistakes at the door."""
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -284,6 +285,27 @@ def test_a_large_batch_is_routed_in_parts_without_a_trace(monkeypatch: pytest.Mo
     assert model.up(visible[:0])[0].shape == (0, 4, 1, 5)
 
 
+@pytest.mark.parametrize("over", ["children", "parents"])
+@pytest.mark.parametrize("rounds", [2, 4])
+def test_without_gradients_the_lean_rounds_are_those_of_the_rule(rounds: int, over: Any) -> None:
+    model, visible = a_model(routing=Dynamic.hauser(rounds, normalize=over), centre=True), some_visible()
+    visible[:, 2] = model.centre[2]  # votes of length 0
+    routed = model.up(visible)
+    with torch.no_grad():
+        lean = model.up(visible)
+    assert routed[0].requires_grad
+    close(lean[0], routed[0])
+    close(lean[1], routed[1])
+
+
+def test_other_rules_are_routed_by_the_core_with_gradients_and_without() -> None:
+    model = a_model(routing=dataclasses.replace(Dynamic.hauser(), accumulate=False))
+    routed, visible = model.up(some_visible()), some_visible()
+    with torch.no_grad():
+        close(model.up(visible)[1], routed[1])
+    assert not torch.allclose(routed[1], a_model().up(visible)[1])
+
+
 def test_it_is_a_layer_like_others() -> None:
     model = a_model()
     assert isinstance(model, CapsuleLayer)
@@ -304,15 +326,6 @@ def test_a_model_comes_back_from_its_state_with_centre_and_bias() -> None:
     model, again = a_model(bias=True, centre=True), a_model(bias=True, seed=9)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again.free_energy(some_visible()), model.free_energy(some_visible()))
-
-
-def test_balancing_makes_every_capsule_fire_for_half_of_the_data_on_average() -> None:
-    model, visible = a_model(bias=True), some_visible(200)
-    model.balance_on(visible)
-    log_odds = model.log_odds(model.up(visible)[0])
-    close(log_odds.mean(0), torch.zeros(4).double())
-    with pytest.raises(ValueError, match="bias=True"):
-        a_model().balance_on(visible)
 
 
 @pytest.mark.parametrize("std", [1.0, 4.0])

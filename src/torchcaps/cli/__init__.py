@@ -3,9 +3,12 @@
 torchcaps fit --config RECIPE             train by a recipe, a name of `torchcaps recipes` or a file of your own
 torchcaps validate | test RUN             measure a trained run on its own data
 torchcaps predict RUN FILE ...            label images, arrays or folders
+torchcaps generate RUN                    images from single capsules of a chain of expert capsules
 torchcaps recipes                         the recipes that come with the package
 torchcaps compare                         do capsules help on your data?
 torchcaps reproduce NAME                  train a published experiment again, ours beside the paper's
+torchcaps explain RUN                     a page on what a run learned: pictures of its capsules, its mistakes
+torchcaps serve RUN                       a page to draw on and to move poses on, on this machine
 torchcaps export RUN OUT                  torch.export or ONNX, checked against the model
 torchcaps bench                           time and memory of routing on this machine
 """
@@ -23,9 +26,12 @@ _COMMANDS = {
     "validate": "torchcaps.cli.training",
     "test": "torchcaps.cli.training",
     "predict": "torchcaps.cli.predicting",
+    "generate": "torchcaps.cli.generating",
     "recipes": "torchcaps.cli.recipes",
     "compare": "torchcaps.cli.comparing",
     "reproduce": "torchcaps.reproduce.command",
+    "explain": "torchcaps.cli.explaining",
+    "serve": "torchcaps.cli.serving",
     "export": "torchcaps.cli.exporting",
     "bench": "torchcaps.cli.bench",
 }

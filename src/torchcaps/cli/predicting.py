@@ -19,7 +19,7 @@ from torchcaps.cli.loading import load
 from torchcaps.data import preprocess
 from torchcaps.training import LoadedModel
 
-__all__ = ["run"]
+__all__ = ["read_inputs", "run"]
 
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 ARRAYS = {".npy", ".npz"}
@@ -39,7 +39,7 @@ def run(command: str, arguments: list[str]) -> None:
             f"{chosen.run} does not say how a file becomes a tensor: it was trained on tensors of your own"
         )
     names = loaded.class_names or [str(k) for k in range(loaded.config["num_classes"])]
-    rows = list(_predict(loaded, _inputs(chosen.files, loaded.preprocessing), chosen.batch_size))
+    rows = list(_predict(loaded, read_inputs(chosen.files, loaded.preprocessing), chosen.batch_size))
     if chosen.out:
         with open(chosen.out, "w", newline="") as file:
             writer = csv.writer(file)
@@ -75,7 +75,7 @@ def _predict(loaded: LoadedModel, inputs: Iterator[tuple[str, Tensor]], size: in
         yield from answer()
 
 
-def _inputs(files: list[str], spec: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def read_inputs(files: list[str], spec: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor `[C, *size]`) of everything in these files and folders. ValueError where there is nothing."""
     prepare = preprocess(spec)
     found = 0

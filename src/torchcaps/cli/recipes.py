@@ -2,11 +2,12 @@
 
 import argparse
 import difflib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Recipe", "find", "recipes", "run"]
+__all__ = ["Recipe", "find", "recipes", "run", "with_files"]
 
 
 class Recipe(NamedTuple):
@@ -35,6 +36,17 @@ def find(name: str) -> Path:
         f"there is no recipe {name!r}, and no file of that name"
         f"{': did you mean ' + ' or '.join(close) + '?' if close else ';'} torchcaps recipes lists them all"
     )
+
+
+def with_files(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `torchcaps fit`, the names of recipes among them turned into files."""
+    given = list(arguments)
+    for place, argument in enumerate(given):
+        if argument in ("--config", "-c") and place + 1 < len(given):
+            given[place + 1] = str(find(given[place + 1]))
+        elif argument.startswith("--config="):
+            given[place] = f"--config={find(argument.removeprefix('--config='))}"
+    return given
 
 
 def run(command: str, arguments: list[str]) -> None:

@@ -7,6 +7,7 @@
 A recipe is a YAML file of these arguments; those on the command line come after it and win.
 """
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from pytorch_lightning.loggers import Logger
 from torch import nn
 
 import torchcaps.data  # noqa: F401  (its classes can then be named without their module)
-from torchcaps.cli.recipes import find
+from torchcaps.cli import generating
+from torchcaps.cli.recipes import with_files
 from torchcaps.data import ImageData
 from torchcaps.losses import MarginLoss
 from torchcaps.run.build import build
@@ -115,7 +117,7 @@ class _Cli(LightningCLI):
         add("--mode", type=str, default="min", help="Whether the smallest (min) or the largest (max) is the best.")
         add("--save_every_n_steps", type=int, default=500, help="Steps from one last.ckpt to the next.")
         add("--ema", type=float | None, default=None, help="Decay of a running average of the weights, such as 0.999.")
-        add("--log", type=str | None, default=None, help="Log to wandb or mlflow too.")
+        add("--log", type=str | None, default=None, help="Log to wandb or mlflow too (mlflow: RUN/mlflow.db).")
         for field in FROM_DATA:
             parser.link_arguments(f"data.{field}", f"model.{field}", apply_on="instantiate")
 
@@ -158,13 +160,18 @@ def _logger(name: str | None, run: str) -> list[Logger]:
     try:
         if name == "wandb":
             return [loggers.WandbLogger(name=Path(run).name, save_dir=run, project="torchcaps")]
-        return [loggers.MLFlowLogger(experiment_name="torchcaps", run_name=Path(run).name, save_dir=f"{run}/mlruns")]
+        Path(run).mkdir(parents=True, exist_ok=True)
+        place = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run}/mlflow.db")  # folders are given up by MLflow 3
+        return [loggers.MLFlowLogger(experiment_name="torchcaps", run_name=Path(run).name, tracking_uri=place)]
     except ModuleNotFoundError as error:
         raise ValueError(f"--log {name} needs a package that is not installed: pip install {name}") from error
 
 
 def run(command: str, arguments: list[str]) -> None:
     """The commands."""
+    if command == "fit" and generating.is_ours(arguments):
+        generating.fit(arguments)
+        return
     given = list(arguments)
     if command != "fit" and given and not given[0].startswith("-"):  # test RUN: its own configuration and weights
         folder = Path(given.pop(0))
@@ -183,11 +190,6 @@ def fit(arguments: list[str]) -> LightningCLI:
 
 
 def _command(command: str, given: list[str]) -> LightningCLI:
-    for place, argument in enumerate(given):
-        if argument in ("--config", "-c") and place + 1 < len(given):
-            given[place + 1] = str(find(given[place + 1]))
-        elif argument.startswith("--config="):
-            given[place] = f"--config={find(argument.removeprefix('--config='))}"
     # these are the command's own arguments, with names of recipes turned into files
     warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended to run from within Python")
     return _Cli(
@@ -200,7 +202,7 @@ def _command(command: str, given: list[str]) -> LightningCLI:
         save_config_callback=SaveConfigCallback if command == "fit" else None,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "torchcaps"},
-        args=[command, *given],
+        args=[command, *with_files(given)],
     )
 
 

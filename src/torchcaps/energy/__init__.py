@@ -2,6 +2,7 @@
 
     experts       the model: energy, free energy, firing, up and down
     learning      objectives and their loop: contrastive divergence and what betters it
+    competition   experts that compete for the data, without negatives
     sampling      true samples: Hamiltonian Monte Carlo and Langevin on a product of balls
     likelihood    log Z: by enumeration, in closed form, by annealed importance sampling
     autoencoder   images to a code and back
@@ -12,18 +13,16 @@
 Hauser 2019, "Training products of expert capsules with mixing by dynamic routing" (arXiv 1907.11643).
 """
 
-from torchcaps.energy.autoencoder import ConvAutoencoder, caps_from_code, code_from_caps
+from torchcaps.energy.autoencoder import ConvAutoencoder, caps_from_code, code_from_caps, train_autoencoder
+from torchcaps.energy.competition import compete
 from torchcaps.energy.decoder import CapsuleDecoder
 from torchcaps.energy.experts import ExpertCapsules
 from torchcaps.energy.generation import ExpertPipeline, PoseLaw
 from torchcaps.energy.learning import (
     ContrastiveDivergence,
-    LengthContrast,
     Mixed,
-    NoiseContrast,
     PersistentDivergence,
     SampledDivergence,
-    ShiftedView,
     contrastive_loss,
     contrastive_update,
     mix,
@@ -42,8 +41,8 @@ from torchcaps.energy.sampling import Chain, flight, hmc, langevin, uniform_in_b
 
 __all__ = [
     "CapsuleDecoder", "Chain", "ContrastiveDivergence", "ConvAutoencoder", "ExpertCapsules", "ExpertPipeline",
-    "LengthContrast", "LogPartition", "Mixed", "NoiseContrast", "PersistentDivergence", "PoseLaw", "SampledDivergence",
-    "ShiftedView", "annealed_log_partition", "caps_from_code", "code_from_caps", "contrastive_loss",
-    "contrastive_update", "exact_log_partition", "firing_patterns", "flight", "hmc", "langevin", "log_joint",
-    "log_probability_of_states", "log_volume", "mix", "train_experts", "uniform_in_balls",
+    "LogPartition", "Mixed", "PersistentDivergence", "PoseLaw", "SampledDivergence", "annealed_log_partition",
+    "caps_from_code", "code_from_caps", "compete", "contrastive_loss", "contrastive_update", "exact_log_partition",
+    "firing_patterns", "flight", "hmc", "langevin", "log_joint", "log_probability_of_states", "log_volume", "mix",
+    "train_autoencoder", "train_experts", "uniform_in_balls",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Expert capsules: a layer whose parents are the factors of a density of its children, learned without labels.
 
-Hauser 2019, "Training products of expert capsules with mixing by dynamic routing" (arXiv 1907.11643), in the letters of
-this library; the numbers are the source's. Children are visible capsules in the open unit ball, as a squash leaves them:
+Hauser 2019, "Training products of expert capsules with mixing by dynamic routing" (arXiv 1907.11643), in the letters
+of this library; the numbers are the source's. Children are visible capsules in the open unit ball, as a squash leaves
+them:
 
     u_ij = x_i W_ij                                           votes
     c_ij                                                      coupling by routing: cosine agreement, sum_i c_ij = 1
@@ -31,8 +32,8 @@ Added to the source, off by default:
     centre          u_ij = (x_i - m_i) W_ij, an affine vote: m_i is the mean of child i over the data (`centre_on`).
                     F is even about m and no longer about 0, and what all capsules share is no longer theirs to say.
     line            The product manifold that the source suggests. The last n numbers of z_j, t_j, are a point of R^n,
-                    and the others, a_j, of length and direction, one of (0, 1) x S^m. With t_j ~ Normal(t_j(x), 1) given
-                    x where j fires, and t_j integrated out,
+                    and the others, a_j, of length and direction, one of (0, 1) x S^m. With t_j ~ Normal(t_j(x), 1)
+                    given x where j fires, and t_j integrated out,
 
                         E(x, h) = - sum_j h_j (b_j + log |a_j|^2 + |t_j|^2 / 2)
                         P(h_j = 1 | x) = sigmoid(b_j + log |a_j|^2 + |t_j|^2 / 2) = p_j
@@ -56,8 +57,8 @@ __all__ = ["ExpertCapsules"]
 
 PAPER_ROUTING = Dynamic.hauser()
 
-VOTES_AT_ONCE = 1 << 22
-"""Numbers in the votes of as many examples as are routed in one go: 16 MB in float32."""
+VOTES_AT_ONCE = 1 << 21
+"""Numbers in the votes of as many examples as are routed in one go: 8 MB in float32."""
 
 
 class ExpertCapsules(nn.Module):
@@ -132,17 +133,6 @@ class ExpertCapsules(nn.Module):
         self.check(visible)
         self.centre.copy_(visible.mean(0))
 
-    @torch.no_grad()
-    def balance_on(self, visible: Tensor) -> None:
-        """Set the bias so that the log odds of firing are 0 on average over these visible capsules, for every capsule.
-
-        Raises ValueError for a model without a bias.
-        """
-        if self.bias is None:
-            raise ValueError("ExpertCapsules without a bias have nothing to balance with: build them with bias=True")
-        self.bias.zero_()
-        self.bias.copy_(-self.log_odds(self.up(visible)[0]).mean(0))
-
     # -----------------------------------------------------------------------------------------------------------------
     # Up and down
 
@@ -185,13 +175,24 @@ class ExpertCapsules(nn.Module):
         x = visible - self.centre
         if coupling is not None:
             return combine(x, self.weight, coupling), coupling
+        if self.routing.iterations == 1:  # uniform shares: one matrix product, without votes
+            over_children = self.routing.normalize == "children"
+            share = 1 / self.in_caps if over_children else 1 / self.out_caps
+            z = torch.einsum("nirp,ijpq->njrq", x, self.weight) * share
+            return z, x.new_full((1, 1, 1), share).expand(len(x), self.in_caps, self.out_caps)
         sums, shares = [], []
+        theirs = Dynamic.hauser(self.routing.iterations, self.routing.normalize)
+        lean = not torch.is_grad_enabled() and self.routing == without_squash("ExpertCapsules", theirs)
         # the votes of a whole batch are many times the cache: a few examples at a time are routed faster
         for part in x.split(max(1, VOTES_AT_ONCE // (self.weight.numel() // self.in_pose[1]))):
-            routed = self.routing(part, self.weight, return_coupling=True)
-            assert routed.coupling is not None
-            sums.append(routed.poses)
-            shares.append(routed.coupling)
+            if lean:
+                z, coupling = hausers_rounds(part, self.weight, self.routing)
+            else:
+                routed = self.routing(part, self.weight, return_coupling=True)
+                assert routed.coupling is not None
+                z, coupling = routed.poses, routed.coupling
+            sums.append(z)
+            shares.append(coupling)
         return torch.cat(sums), torch.cat(shares)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -202,11 +203,15 @@ class ExpertCapsules(nn.Module):
         return safe_norm(squash(self._ball(z)))
 
     def pose(self, z: Tensor) -> Tensor:
-        """The poses `[N, J, 1, Q]` that z stands for: squash(z), or p (direction, t) where some numbers are on a line."""
+        """Poses `[N, J, 1, Q]` that z stands for: squash(z), or p (direction, t) where numbers are on a line."""
         ball = squash(self._ball(z))
         if not self.line:
             return ball
         return torch.cat([ball, safe_norm(ball, keepdim=True) * z[..., -self.line :]], -1)
+
+    def lengths(self, poses: Tensor) -> Tensor:
+        """The firing probabilities `[N, J]` that poses `[N, J, 1, Q]` stand for: their lengths, without the line."""
+        return safe_norm(poses[..., : poses.shape[-1] - self.line])
 
     def free_energy_of(self, z: Tensor) -> Tensor:
         """F `[N]` = - sum_j log(1 + exp(b_j + |t_j|^2 / 2) |a_j|^2)."""
@@ -303,6 +308,29 @@ class ExpertCapsules(nn.Module):
         a, s = z[..., : z.shape[-1] - self.line], self._tilt(z)
         # beyond 80 the squash is 1 to the last digit, and exp would overflow
         return a if s is None else a * (s / 2).clamp(max=80).exp()[..., None, None]
+
+
+def hausers_rounds(x: Tensor, weight: Tensor, routing: Dynamic) -> tuple[Tensor, Tensor]:
+    """z `[N, J, 1, Q]` and c `[N, I, J]` by the rounds of `Dynamic.hauser`, without gradients and 3 times as fast.
+
+    Nothing can overflow in a ball, so that the votes' lengths need no care, and no direction of a vote is written out:
+
+        b_ij = <u_ij, sum over the rounds of z_j / |z_j|> / |u_ij|
+    """
+    I, J, P, Q = weight.shape
+    u = x.squeeze(-2).transpose(0, 1) @ weight.transpose(1, 2).reshape(I, P, J * Q)
+    u = u.view(I, len(x), J, Q)
+    length = torch.linalg.vector_norm(u, dim=-1)
+    length = length.masked_fill(length == 0, 1.0)
+    over = 0 if routing.normalize == "children" else 2
+    coupling = length.new_full((), 1 / length.shape[over]).expand_as(length)
+    z = torch.einsum("inj,injq->njq", coupling, u)
+    heard = torch.zeros_like(z)
+    for _ in range(routing.iterations - 1):
+        heard = heard + squash(z, "normalize", dim=-1)
+        coupling = (torch.einsum("injq,njq->inj", u, heard) / length).softmax(over)
+        z = torch.einsum("inj,injq->njq", coupling, u)
+    return z.unsqueeze(-2), coupling.transpose(0, 1)
 
 
 def without_squash(name: str, routing: Dynamic) -> Dynamic:

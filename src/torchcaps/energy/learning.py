@@ -19,8 +19,6 @@ An objective is any callable `objective(model, visible, generator) -> loss`, who
     ContrastiveDivergence   x against its mixture of k steps                                    the source, k = 1
     PersistentDivergence    x against chains that mix on from batch to batch                    Tieleman 2008
     SampledDivergence       x against persistent chains of HMC or Langevin: true samples of P
-    NoiseContrast           -F(x) as the log odds that x is data and not noise                  Gutmann, Hyvaerinen 2010
-    LengthContrast          the firing of two views of one image against that of other images   van den Oord et al. 2018
 """
 
 from collections.abc import Callable
@@ -28,18 +26,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchcaps.energy.experts import ExpertCapsules
-from torchcaps.energy.measures import shuffled
 from torchcaps.energy.sampling import hmc, uniform_in_balls
-from torchcaps.squash import safe_norm
 from torchcaps.types import whole
 
 __all__ = [
-    "ContrastiveDivergence", "LengthContrast", "Mixed", "NoiseContrast", "Objective", "PersistentDivergence",
-    "SampledDivergence", "ShiftedView", "contrastive_loss", "contrastive_update", "mix", "train_experts",
+    "ContrastiveDivergence", "Mixed", "Objective", "PersistentDivergence", "SampledDivergence", "contrastive_loss",
+    "contrastive_update", "mix", "train_experts",
 ]  # fmt: skip
 
 Generator = torch.Generator | None
@@ -80,7 +75,7 @@ def mix(
     for _ in range(steps):
         poses = model.pose(z_again)
         if stochastic:
-            chance = safe_norm(poses[..., : poses.shape[-1] - model.line], keepdim=True)
+            chance = model.lengths(poses)[..., None, None]
             draw = torch.rand(chance.shape, generator=generator, dtype=chance.dtype, device=chance.device)
             poses = torch.where(draw < chance, poses / chance, 0.0)
         visible = model.down(poses, coupling)
@@ -172,74 +167,6 @@ class SampledDivergence:
         self.state, self.acceptance = chain.visible, chain.acceptance
         self.step_size *= 1.02 if chain.acceptance > 0.8 else 0.98
         return contrastive_loss(model, visible, chain.visible)
-
-
-@dataclass(frozen=True)
-class NoiseContrast:
-    """-F(x) as the log odds that x is data: a classifier of data and noise, whose optimum is log P(data) / P(noise).
-
-    noise   `noise(visible, generator) -> visible` of the same shape: `measures.shuffled`, which leaves each capsule's
-            own law as it is and only what belongs together to be learned, or `measures.random_directions`.
-
-    The constant that turns F into log odds is the best one for each batch.
-    """
-
-    noise: Callable[[Tensor, Generator], Tensor] = shuffled
-
-    def __call__(self, model: ExpertCapsules, visible: Tensor, generator: Generator = None) -> Tensor:
-        data = -model.free_energy(visible)
-        noise = -model.free_energy(self.noise(visible, generator))
-        # midway between the two means: where one number must tell them apart it stands there, but for their spreads
-        level = (data.mean() + noise.mean()).detach() / 2
-        return F.softplus(level - data).mean() + F.softplus(noise - level).mean()
-
-
-@dataclass(frozen=True)
-class ShiftedView:
-    """The same image somewhere else: capsules of a map moved by up to `reach` places, edges repeated.
-
-    height, width  of the map whose places the capsules are, place after place, row after row (`caps_from_code`).
-    """
-
-    height: int
-    width: int
-    reach: int = 1
-
-    def __call__(self, visible: Tensor, generator: Generator = None) -> Tensor:
-        N, I, R, P = visible.shape
-        places = self.height * self.width
-        if I % places:
-            raise ValueError(f"{I} capsules are no map of {self.height} x {self.width} places: give its height, width")
-        shift = torch.randint(-self.reach, self.reach + 1, (2, N, 1), generator=generator)
-        row = (torch.arange(self.height) + shift[0]).clamp(0, self.height - 1)
-        column = (torch.arange(self.width) + shift[1]).clamp(0, self.width - 1)
-        source = (row[:, :, None] * self.width + column[:, None, :]).flatten(1).to(visible.device)
-        by_place = visible.reshape(N, places, -1)
-        return by_place.gather(1, source[:, :, None].expand_as(by_place)).reshape(N, I, R, P)
-
-
-@dataclass(frozen=True)
-class LengthContrast:
-    """Tell an image by which capsules fire, however it is posed.
-
-    Two views of every image of the batch; each view's firing probabilities must be nearer to the other view's than to
-    those of all other images. Nearness is the cosine around the batch's mean, divided by `temperature`. What a view
-    changes is left to the direction of the capsules, and their lengths keep what it does not change.
-
-    view  `view(visible, generator) -> visible`.
-    """
-
-    view: Callable[[Tensor, Generator], Tensor]
-    temperature: float = 0.2
-
-    def __call__(self, model: ExpertCapsules, visible: Tensor, generator: Generator = None) -> Tensor:
-        N = len(visible)
-        views = torch.cat([self.view(visible, generator), self.view(visible, generator)])
-        firing = model.firing(model.up(views)[0])
-        one, other = F.normalize(firing - firing.mean(0), dim=1).chunk(2)
-        near = one @ other.T / self.temperature
-        same = torch.arange(N, device=visible.device)
-        return (F.cross_entropy(near, same) + F.cross_entropy(near.T, same)) / 2
 
 
 def train_experts(

@@ -61,9 +61,9 @@ def hmc(
 
     Raises ValueError for a start outside the balls and for settings that are no positive numbers.
     """
-    for name, value in (("steps", steps), ("rounds", rounds)):
-        if (whole(value) or 0) < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of 1 or more")
+    for name, number in (("steps", steps), ("rounds", rounds)):
+        if (whole(number) or 0) < 1:
+            raise ValueError(f"{name}={number!r} must be a whole number of 1 or more")
     if not 0 < step_size < float("inf"):
         raise ValueError(f"step_size={step_size!r} must be above 0")
     longest = safe_norm(start.detach()).max().item() if start.numel() else 0.0
@@ -77,8 +77,8 @@ def hmc(
     kept = 0.0
     for _ in range(rounds):
         v = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        y, new_value, new_slope, w = x, value, slope, v
-        for _ in range(steps):
+        y, w, new_value, new_slope = x, v, value, slope
+        for _step in range(steps):
             y, w = flight(y, w + step_size / 2 * new_slope, step_size)
             new_value, new_slope = _value_and_slope(log_density, y)
             w = w + step_size / 2 * new_slope

@@ -7,6 +7,7 @@ torchcaps reproduce --page docs/results.md       the page of results, from the r
     plan.py       what a reproduction is             su.py, capsnet.py, ...   the tables of each
     running.py    one network: train, test, record   measures.py              shares of test items
     records.py    results/NAME.json                  page.py                  tables and curves of the records
+    experts.py    capsules without labels: runs, records and tables of their own
 """
 
 from torchcaps.reproduce.plan import Arm, Reproduction, Test

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchcaps.bench.estimate import H200
+from torchcaps.reproduce import experts
 from torchcaps.reproduce.minutes import estimate_minutes
 from torchcaps.reproduce.page import figure, percent, write_page
 from torchcaps.reproduce.plan import Reproduction
@@ -20,6 +21,9 @@ __all__ = ["run"]
 
 def run(command: str, arguments: Sequence[str]) -> None:
     """The command."""
+    if arguments and arguments[0] == "experts":  # no network with a test accuracy: it has a command of its own
+        experts.run(arguments[1:])
+        return
     parser = _parser()
     chosen = parser.parse_args(arguments)
     if chosen.page is not None:
@@ -28,12 +32,14 @@ def run(command: str, arguments: Sequence[str]) -> None:
     if chosen.name is None:
         for name, plan in REPRODUCTIONS.items():
             print(f"{name}\n    {plan.title}\n    arms: {', '.join(plan.arms)}\n")
+        print(f"experts\n    {experts.TITLE}\n    arms: {', '.join(experts.ARMS)}\n")
         return
     if chosen.name not in REPRODUCTIONS:
-        close = difflib.get_close_matches(chosen.name, REPRODUCTIONS, n=2)
+        known = [*REPRODUCTIONS, "experts"]
+        close = difflib.get_close_matches(chosen.name, known, n=2)
         raise ValueError(
             f"there is no reproduction {chosen.name!r}"
-            f"{': did you mean ' + ' or '.join(close) + '?' if close else ';'} there are {', '.join(REPRODUCTIONS)}"
+            f"{': did you mean ' + ' or '.join(close) + '?' if close else ';'} there are {', '.join(known)}"
         )
     plan = REPRODUCTIONS[chosen.name]
     if unknown := [arm for arm in chosen.arms or () if arm not in plan.arms]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from torchcaps.reproduce import experts
 from torchcaps.reproduce.plan import Reproduction
 from torchcaps.reproduce.records import read
 from torchcaps.reproduce.table import REPRODUCTIONS
@@ -38,6 +39,10 @@ def write_page(page: Path, folder: Path) -> None:
         runs = [run for run in read(folder / f"{name}.json") if "limit" not in run]
         if runs:
             sections.append(_section(name, plan, runs, page))
+    runs = [run for run in read(folder / "experts.json") if "limit" not in run]
+    if runs:
+        lines = experts.section(runs, folder, page.parent / "pictures")
+        sections.append("\n".join([*lines, *_how(runs), ""]))
     if not sections:
         raise ValueError(f"{folder} holds no records: train something first, such as torchcaps reproduce su")
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +55,8 @@ Published experiments, trained again with this library. This page is written by
 `torchcaps reproduce --page docs/results.md` from the records in `results/`, which hold for each network its command,
 seed, versions, hardware and minutes.
 
-Every figure is a test accuracy in percent of the network after its **last** epoch: nothing was selected by test images.
+Where nothing else is said, a figure is a test accuracy in percent of the network after its **last** epoch: nothing was
+selected by test images.
 ± is the standard deviation over seeds, where there are several. "Paper" is what the source says, often the best of
 several runs or epochs.
 

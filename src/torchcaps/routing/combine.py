@@ -27,7 +27,11 @@ def combine(poses: Tensor, weight: Tensor, coupling: Tensor, vote_offset: Tensor
     )  # fmt: skip
     N, I, J, _, _ = call.sizes
     shares = call.tensor("coupling", coupling, N, I, J)
+    P, Q = call.weight.shape[2:]
     with call.own_precision():
+        if vote_offset is None and P <= Q:  # shares on the children, who then hold fewer numbers than their votes
+            heard = torch.einsum("nij,nirp->nijrp", shares, call.poses)
+            return torch.einsum("nijrp,ijpq->njrq", heard, call.weight.expand(I, -1, -1, -1)).to(call.dtype)
         return torch.einsum("nij,nijrq->njrq", shares, call.votes()).to(call.dtype)
 
 
