@@ -19,7 +19,7 @@ from torchcaps.training.memory import readable_bytes
 if TYPE_CHECKING:
     from torchcaps.run.compare.comparison import Comparison
 
-__all__ = ["html"]
+__all__ = ["html", "page"]
 
 STYLE = Path(__file__).with_name("style.css")
 
@@ -32,13 +32,17 @@ def html(c: "Comparison") -> str:
     sections = (
         _head, _differences, _table, _seeds, _robustness, _fractions, _calibration, _learning, _costs, _how,
     )  # fmt: skip
-    title = escape(f"{c.name}: do capsules help?")
+    return page(f"{c.name}: do capsules help?", "".join(section(c) for section in sections))
+
+
+def page(title: str, body: str) -> str:
+    """A whole file around `body`, which is HTML in the words of style.css; the title is plain text."""
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<style>{STYLE.read_text('utf-8')}</style>\n"
-        f"</head>\n<body>\n<main>\n{''.join(section(c) for section in sections)}</main>\n</body>\n</html>\n"
+        f"</head>\n<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
     )
 
 
