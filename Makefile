@@ -1,6 +1,7 @@
 # make demo    sets up .venv if need be, then trains a capsule network on real digits and shows what it sees
 # make test    sets up .venv if need be, then runs the tests
-# make lint    ruff, lint and format        make types    mypy        make clean    removes caches and builds, keeps .venv
+# make lint    ruff, lint and format        make types    mypy        make docs    the documentation site, into site/
+# make clean   removes caches and builds, keeps .venv
 #
 # Another Python: make demo PYTHON=python3.12. From nothing again: rm -rf .venv.
 # A PyTorch of your own choice: make .venv and install it there first; it is kept.
@@ -9,7 +10,7 @@ PYTHON ?= $(shell python3.11 -c "" 2>/dev/null && echo python3.11 || echo python
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types docs clean
 .NOTPARALLEL:
 
 demo: $(VENV)/.installed-demo
@@ -25,6 +26,9 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(RUN) -m mypy
 
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
 # .installed-EXTRA says that the package stands in .venv with that extra, as pyproject.toml has it. It starts out as
 # .unfinished and gets its name when all is done: a .venv whose making was killed still holds .unfinished, and is made anew.
 # Where pip itself gave up (no network, say; exit codes up to 128) nothing is half-done, and the next try goes on from there.
@@ -38,5 +42,5 @@ $(VENV)/.installed-%: pyproject.toml $(wildcard native/CMakeLists.txt native/csr
 	@mv $(VENV)/.unfinished $@
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

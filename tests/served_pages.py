@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import uuid
@@ -45,13 +46,11 @@ def serving(*arguments: str) -> Iterator[list[str]]:
     with subprocess.Popen(
         [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None
         assert process.stdout is not None
         try:
             yield json.loads(process.stdout.readline())
         finally:
-            process.stdin.close()  # it ends when there is nobody to wait for
-            process.wait(20)
+            process.kill()  # it keeps nothing
 
 
 class Session:
@@ -85,7 +84,8 @@ def main() -> None:
         experts = page.experts_page(9, ["half", "fitted"], served_draw)
         addresses += [page.serve(model, wait=False), page.serve(experts, wait=False)]
     print(json.dumps(addresses), flush=True)
-    sys.stdin.read()
+    sys.stdin.read()  # until there is nobody left who asks
+    os._exit(0)  # Gradio's threads are not waited for
 
 
 if __name__ == "__main__":

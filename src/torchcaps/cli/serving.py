@@ -81,4 +81,4 @@ def _from_data(loaded: LoadedModel, run: str) -> tuple[Tensor | None, DecoderChe
     if draws(loaded.model):
         trained = first_images(parts.train, parts.settings, COMPONENTS_OF)
         check = decoder_check(loaded.model, first_images(part, parts.settings, CHECKED), trained)
-    return images[first_of_each(labels, EXAMPLES)], check
+    return images[first_of_each(labels if labels.dim() == 1 else labels.argmax(1), EXAMPLES)], check

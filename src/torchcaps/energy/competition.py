@@ -17,6 +17,7 @@ wins. The coupling is taken as uniform here; a model that routes keeps these wei
 
 On MNIST (docs/results.md) a linear probe on the 20 lengths is right of 92 % of the test digits, on those of random
 weights of 61 %. What it gives up: without negatives, capsules of random direction have a lower free energy than images.
+On Fashion-MNIST it is 77 % and 66 %, and images have the lower free energy.
 """
 
 import torch

@@ -269,10 +269,8 @@ def experts_page(
     """The page of expert capsules: `draw(capsule, law, seed)` gives a picture `[C, height, width]` in 0..1."""
 
     def picture_of(capsule: float, law: str, seed: float) -> str:
-        about = f"drawn from capsule {capsule:.0f}"
-        return (
-            f"<img class='pixels' alt='{about}' src='{_png(picture(draw(int(capsule), law, int(seed)).clamp(0, 1)))}'>"
-        )
+        drawn = draw(int(capsule), law, int(seed)).clamp(0, 1)
+        return f"<div class='drawn'>{_shown(drawn, f'drawn from capsule {capsule:.0f}')}</div>"
 
     with gr.Blocks(analytics_enabled=False, title=title) as page:
         gr.Markdown(f"# {title}\nImages that a single capsule draws, all others being silent.")
