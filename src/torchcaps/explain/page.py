@@ -3,9 +3,9 @@
     serve(model_page(model, prepare, names))        lengths, coupling maps, sliders for a pose, routing on and off
     serve(experts_page(count, laws, draw))          images drawn from one expert capsule
 
-Nothing is fetched from other machines, and nothing is kept: an image comes with a request, pictures go back inside the
-answer, and between two requests of one browser they are in a session of its own. Requests are answered one after the
-other, in the order in which they come.
+Nothing is fetched from other machines and nothing is written to disk: an image comes with a request, pictures go back
+inside the answer, and what a page needs between two requests is kept in memory, for it alone. Requests are answered one
+after the other, in the order in which they come.
 """
 
 import base64
