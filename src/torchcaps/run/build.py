@@ -72,6 +72,8 @@ leaky=False, detach='none', learn_prior=False, learn_bias=False)
     """
     fields: dict[str, Any] = {"rule": described} if isinstance(described, str) else dict(described)
     name = fields.pop("rule", None)
+    if name is None:  # a single field on a command line takes the place of the whole mapping
+        raise ValueError(f"routing {fields} names no rule: write the rule too, such as {{rule: Dynamic.sabour, ...}}")
     if name not in RULES:
         raise ValueError(f"routing {name!r} is not there: take one of {', '.join(RULES)}")
     rule = RULES[name]()
