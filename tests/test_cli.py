@@ -174,7 +174,7 @@ def test_a_run_can_be_gone_on_with_and_is_never_overwritten(a_run, tmp_path, cap
         ),
         (
             ["fit", "--config", "digits_capsule_head", "--model.settings.routing.iterations", "1"],
-            "routing {'iterations': 1} names no rule: write the rule too",
+            "routing {'iterations': '1'} names no rule: write the rule too",
         ),
         (["fit", "--config", "digits_capsule_head", "--log", "notepad"], "take wandb or mlflow"),
     ],
