@@ -144,8 +144,8 @@ def _truncated(path: Path, whole: bytes) -> None:
 
 
 def _damaged(path: Path, whole: bytes) -> None:
-    middle = len(whole) // 2
-    path.write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    begin, end = len(whole) // 3, len(whole) // 2
+    path.write_bytes(whole[:begin] + bytes(255 - byte for byte in whole[begin:end]) + whole[end:])
 
 
 def _of_lightning(path: Path, _: bytes) -> None:
