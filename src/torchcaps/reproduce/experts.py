@@ -51,9 +51,9 @@ class Arm(NamedTuple):
 
 
 ARMS = {
-    "random": Arm("random W", ExpertSettings(objective="none")),
-    "paper": Arm("the paper's", ExpertSettings()),
-    "line": Arm("4 numbers on a line", ExpertSettings(line=4)),
+    "random": Arm("random W", ExpertSettings(objective="none", alone=True)),
+    "paper": Arm("the paper's", ExpertSettings(alone=True)),
+    "line": Arm("4 numbers on a line", ExpertSettings(line=4, alone=True)),
     "competition": Arm(
         "competition", ExpertSettings(objective="competition", iterations=1, centre=True, alone=True)
     ),
