@@ -25,8 +25,7 @@ def open_page(browser: Browser, address: str, width: int) -> Page:
     """The page, ready to be drawn on."""
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(address)
-    page.wait_for_selector("canvas")
-    page.wait_for_timeout(500)
+    page.wait_for_selector("canvas[data-ready]")
     return page
 
 

@@ -25,8 +25,8 @@ def addresses() -> Iterator[list[str]]:
 @pytest.fixture(params=[PHONE, DESK])
 def looked(request: pytest.FixtureRequest, browser: Any, addresses: list[str]) -> Iterator[Looked]:  # noqa: F811
     opened = Looked(browser, addresses[0], request.param)
-    opened.page.wait_for_selector("canvas")
-    opened.page.wait_for_timeout(300)  # the script of the sheet starts after it is there
+    opened.page.wait_for_selector("canvas[data-ready]")
+    opened.page.wait_for_function("[...document.images].every(each => each.complete)")  # and nothing moves the sheet
     yield opened
     assert opened.complaints == []
     assert {url.split("/")[2] for url in opened.asked if url.startswith("http")} == {addresses[0].split("/")[2]}
@@ -147,8 +147,7 @@ def test_two_people_do_not_see_each_others_images(browser: Any, addresses: list[
     pages = [context.new_page() for context in contexts]
     for page in pages:
         page.goto(addresses[0])
-        page.wait_for_selector("canvas")
-        page.wait_for_timeout(300)
+        page.wait_for_selector("canvas[data-ready]")
     draw(pages[0], LINES["seven"])
     first = until_changed(pages[0], "#drawing", [])
     assert sources(pages[1], "#drawing") == []

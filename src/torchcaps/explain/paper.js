@@ -75,3 +75,4 @@ input.addEventListener("change", () => {
 });
 for (const example of element.querySelectorAll(".examples button"))
   example.addEventListener("click", () => show(example.querySelector("img").src, example.title));
+canvas.dataset.ready = "";  // all that listens is there
