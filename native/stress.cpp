@@ -57,7 +57,9 @@ std::vector<Block> run(Problem problem, int threads, int K, size_t parents, size
     expect(sum(&problem, data(out[0])) == 0, "sum returns 0");
     expect(forward(&problem, states.data(), data(out[1])) == 0, "forward returns 0");
     expect(state(&problem, states.data(), grads.data(), data(out[2])) == 0, "backward_state returns 0");
-    expect(full(&problem, K, states.data(), grads.data(), data(uniform), data(out[3]), data(out[4]), data(out[5])) == 0,
+    std::vector<const float*> each_state, each_grad;
+    for (int k = 0; k < K; ++k) each_state.push_back(states.data() + k * parents), each_grad.push_back(grads.data() + k * parents);
+    expect(full(&problem, K, each_state.data(), each_grad.data(), data(uniform), data(out[3]), data(out[4]), data(out[5])) == 0,
            "backward_full returns 0");
     return out;
 }

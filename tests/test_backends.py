@@ -492,3 +492,29 @@ def test_padded_windows_export_for_any_batch(competition):
     for N in (1, 4, 7):
         x = torch.randn(N, 3, 9, 9, 2, 4)
         torch.testing.assert_close(exported(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@here
+@pytest.mark.parametrize("rule", [Dynamic(), Attention(iterations=3)], ids=["dynamic", "attention"])
+def test_a_kept_graph_gives_the_same_gradients_again_and_one_used_up_says_so(rule):
+    """The sums of a round go while the backward runs, but not from a graph that is kept."""
+    poses, weight = torch.randn(16, 40, 2, 6, requires_grad=True), torch.randn(40, 9, 6, 7, requires_grad=True)
+    total = rule(poses, weight, backend="native").poses.square().sum()
+    first = torch.autograd.grad(total, [poses, weight], retain_graph=True)
+    second = torch.autograd.grad(total, [poses, weight])
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(total, [poses, weight])
+
+
+@here
+def test_the_state_of_attention_is_its_parents_and_carries_their_gradient():
+    """`run_rounds` hands out one tensor for both: a gradient reaches it by either name."""
+    poses, weight = torch.randn(16, 40, 2, 6, requires_grad=True), torch.randn(40, 9, 6, 7)
+    found = {}
+    for backend in ("reference", "native"):
+        routed = Attention()(poses, weight, backend=backend)
+        total = routed.poses.sum() + routed.state.square().sum()
+        (found[backend],) = torch.autograd.grad(total, poses)
+    torch.testing.assert_close(found["native"], found["reference"], rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ plain float32 does, and are bitwise the same for every number of threads."""
 from __future__ import annotations
 
 import ctypes.util
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -466,3 +467,12 @@ def test_a_library_that_is_another_one_says_what_it_lacks() -> None:
         pytest.skip("this system has no library of mathematics to take for another one")
     with pytest.raises(OSError, match="has no tc_version: it is no library of this package"):
         native.load(Path(other))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ELF files")
+@pytest.mark.parametrize("kept", [10, 64, 20_000, -1])
+def test_a_library_cut_short_is_refused_before_the_system_loads_it(tmp_path, kept) -> None:
+    whole = native._paths(native.builds()[0])[0].read_bytes()
+    (tmp_path / "cut.so").write_bytes(whole[:kept])
+    with pytest.raises(OSError, match="is cut short"):
+        native.load(tmp_path / "cut.so")

@@ -34,11 +34,9 @@ struct Block {
     }
 };
 
-// [rounds][N][size] -> [N][..][size], the rounds `round_step` apart
-void interleave(const float* from, int64_t rounds, int64_t N, int64_t size, float* to, int64_t round_step, int64_t row_step) {
-    for (int64_t k = 0; k < rounds; ++k)
-        for (int64_t n = 0; n < N; ++n)
-            std::memcpy(to + k * round_step + n * row_step, from + (k * N + n) * size, sizeof(float) * size);
+// [N][size] -> rows `step` apart
+void spread(const float* from, int64_t N, int64_t size, float* to, int64_t step) {
+    for (int64_t n = 0; n < N; ++n) std::copy_n(from + n * size, size, to + n * step);
 }
 
 struct Deep {
@@ -75,8 +73,8 @@ struct Deep {
     void pass(const float* state, const float* grad, float* out) const {
         const int targets = (state != nullptr) + (grad != nullptr);
         Buffer partial(chunks.count * N * JRQ), target(N * targets * JRQ);  // [N][grad, state][JRQ]
-        if (grad != nullptr) interleave(grad, 1, N, JRQ, target.floats(), 0, targets * JRQ);
-        if (state != nullptr) interleave(state, 1, N, JRQ, target.floats() + (targets - 1) * JRQ, 0, targets * JRQ);
+        if (grad != nullptr) spread(grad, N, JRQ, target.floats(), targets * JRQ);
+        if (state != nullptr) spread(state, N, JRQ, target.floats() + (targets - 1) * JRQ, targets * JRQ);
         parallel_for(chunks.count, threads, [&](int64_t chunk) {
             const Scratch scratch({int64_t{N} * RP, int64_t{z.PQ()}, N * JRQ, N * JRQ, int64_t{N} * targets * J, int64_t{N} * J, int64_t{J}});
             const auto [x, w, u, sum, slots, inverse, spare] = scratch.parts;  // u, sum [J][N][RQ]
@@ -114,8 +112,10 @@ struct Deep {
         const int targets = 2 * g.K, PQ = z.PQ();
         const int64_t JPQ = int64_t{J} * PQ, row = targets * JRQ;
         Buffer target(N * row), parts(c.shared ? chunks.count * JPQ : 1);  // [N][grad, state of each round][JRQ]
-        interleave(g.grads, g.K, N, JRQ, target.floats(), 2 * JRQ, row);
-        interleave(g.states, g.K, N, JRQ, target.floats() + JRQ, 2 * JRQ, row);
+        for (int k = 0; k < g.K; ++k) {
+            spread(g.grads[k], N, JRQ, target.floats() + 2 * k * JRQ, row);
+            spread(g.states[k], N, JRQ, target.floats() + (2 * k + 1) * JRQ, row);
+        }
         if (!c.shared) expect_writing(g.d_weight, c.I * JPQ);
         parallel_for(chunks.count, threads, [&](int64_t chunk) {
             const int64_t votes_size = int64_t{N} * RQ;

@@ -6,7 +6,8 @@ namespace torchcaps {
 
 struct Gradients {  // what goes into the backward of K rounds, and what comes out
     int K;
-    const float *states, *grads, *uniform;
+    const float *const *states, *const *grads;  // of each round
+    const float* uniform;
     float *d_poses, *d_weight, *d_prior;
 };
 

@@ -331,64 +331,79 @@ __attribute__((noinline)) void gradients_of_two(const Z z, int V, const Two& two
         product_into(z.R, z.Q, z.P, Matrix<vf>{du + k * VRQ, z.Q, 1, z.RQ()}, Matrix<vf>{two.w + k * two.w_next, 1, z.Q, z.PQ()}, dx + k * z.RP(), V);
 }
 
+// Windows whose parents stay in the second cache while all children walk over them; their sums are a block of the sum.
+int64_t band_of(int64_t vectors) {
+    constexpr int64_t CACHE = 256 << 10;
+    return std::clamp<int64_t>(CACHE / (vectors * static_cast<int64_t>(sizeof(vf))), 1, SUM_BLOCK);
+}
+
+void add(const float* more, int64_t count, float* to) {
+    for (int64_t e = 0; e < count; ++e) to[e] += more[e];
+}
+
 template <class Z>
 void full(const Map& map, const Z z, const Gradients& g) {
     const tc_map& c = map.c;
     const int V = map.V, RP = z.RP(), RQ = z.RQ(), PQ = z.PQ(), targets = 2 * g.K;
-    const int64_t VRQ = int64_t{V} * RQ, VPQ = int64_t{V} * PQ, JRQ = c.J * RQ, kept = int64_t{targets} * V, round = map.windows * JRQ;
+    const int64_t VRQ = int64_t{V} * RQ, VPQ = int64_t{V} * PQ, JRQ = c.J * RQ, kept = int64_t{targets} * V;
     const int64_t per_window = (targets + 1) * VRQ;  // [window][grad, state of each round, then uniform][V][RQ]
-    Buffer weight(map.children * VPQ * LANES), packed(map.windows * per_window * LANES);
+    const int64_t band = band_of(per_window);
+    Buffer weight(map.children * VPQ * LANES), packed(std::min(band, map.windows) * per_window * LANES);
     map.turn_all(c.weight, map.children, PQ, weight.vectors(), VPQ);
-    for (int k = 0; k < g.K; ++k) {
-        map.turn_all(g.grads + k * round, map.windows, RQ, packed.vectors() + 2 * k * VRQ, per_window);
-        map.turn_all(g.states + k * round, map.windows, RQ, packed.vectors() + (2 * k + 1) * VRQ, per_window);
-    }
-    if (g.uniform != nullptr) map.turn_all(g.uniform, map.windows, RQ, packed.vectors() + targets * VRQ, per_window);
     const Bias bias(map);
     const Places places(map);
 
-    expect_writing(g.d_poses, c.N * c.C * c.H * c.W * RP);
+    const int64_t example = c.C * c.H * c.W * RP;
+    expect_writing(g.d_poses, c.N * example);
+    parallel_for(c.N, map.threads, [&](int64_t n) { std::fill_n(g.d_poses + n * example, example, 0.0f); });
+    std::fill_n(g.d_weight, map.children * c.J * PQ, 0.0f);
+    if (g.d_prior != nullptr) std::fill_n(g.d_prior, map.children * c.J, 0.0f);
     // Children come in pairs: two types together make an even number of them.
     const int64_t types = map.kernel % 2 != 0 && c.C > 1 ? 2 : 1;
-    parallel_for(ceil_div(c.C, types), map.threads, [&](int64_t task) {
-        const int64_t first = task * types, last = std::min(first + types, c.C), begin = first * map.kernel, end = last * map.kernel;
-        const int64_t many = end - begin + 1, votes_size = c.cosine ? VRQ : RQ;  // one child too many; votes of one vector are kept
-        const Scratch scratch({2 * votes_size, 2 * kept, 2 * int64_t{V}, 2 * VRQ, 2 * int64_t{RP}, ceil_div(RP, LANES), many * VPQ, many * VPQ,
-                               many * V});
-        const auto [votes, slots, inverse, du, dx, dx_lanes, dw, dw_total, dp] = scratch.parts;
-        float* dx_sum = reinterpret_cast<float*>(dx_lanes);
-        std::fill(dw, dw + many * VPQ, vf{});
-        std::fill(dw_total, dw_total + many * VPQ, vf{});
-        std::fill(dp, dp + many * V, vf{});
-        for (int64_t n = 0; n < c.N; ++n)
-            std::fill(g.d_poses + (n * c.C + first) * c.H * c.W * RP, g.d_poses + (n * c.C + last) * c.H * c.W * RP, 0.0f);
-        for (int64_t window = 0; window < map.windows; ++window) {
-            const vf* target = packed.vectors() + window * per_window;
-            const Poses poses(places, window, begin, end);
-            for (int64_t i = begin; i < end; i += 2) {
-                if (!poses.any(i)) continue;
-                const vf* biases[2] = {bias.of(i), bias.of(std::min(i + 1, end - 1))};
-                const Two two = votes_of_pair(map, z, poses, i, weight.vectors(), targets, target, {votes, votes_size}, c.cosine ? RQ : 0, slots, inverse);
-                couple_lanes(c.leaky, V, 2, targets, slots, biases, two.inverse);
-                for (int k = 0; g.d_prior != nullptr && k < 2; ++k)
-                    for (int r = 1; r < targets; r += 2)
-                        for (int h = 0; h < V; ++h) dp[(i - begin + k) * V + h] += slots[k * kept + r * V + h];
-                const auto gradients = !std::is_same_v<Z, Pose> && g.K == 2 && !c.cosine ? gradients_of_two<std::is_same_v<Z, Pose> ? 0 : 2, Z> : gradients_of_two<0, Z>;
-                gradients(z, V, two, g.K, target, g.uniform != nullptr, du, dx, dw + (i - begin) * VPQ);
-                for (int k = 0; k < 2; ++k) {
-                    if (two.x[k] == places.zeros()) continue;
-                    float* own = g.d_poses + (two.x[k] - c.poses);
-                    sum_lanes_each(dx + k * RP, RP, dx_sum);
-                    for (int e = 0; e < RP; ++e) own[e] += dx_sum[e];
+    for (int64_t from = 0; from < map.windows; from += band) {
+        const int64_t to = std::min(from + band, map.windows);
+        for (int k = 0; k < g.K; ++k) {
+            map.turn_all(g.grads[k] + from * JRQ, to - from, RQ, packed.vectors() + 2 * k * VRQ, per_window);
+            map.turn_all(g.states[k] + from * JRQ, to - from, RQ, packed.vectors() + (2 * k + 1) * VRQ, per_window);
+        }
+        if (g.uniform != nullptr) map.turn_all(g.uniform + from * JRQ, to - from, RQ, packed.vectors() + targets * VRQ, per_window);
+        parallel_for(ceil_div(c.C, types), map.threads, [&](int64_t task) {
+            const int64_t begin = task * types * map.kernel, end = std::min(begin + types * map.kernel, map.children);
+            const int64_t many = end - begin + 1, votes_size = c.cosine ? VRQ : RQ;  // one child too many; votes of one vector are kept
+            const Scratch scratch({2 * votes_size, 2 * kept, 2 * int64_t{V}, 2 * VRQ, 2 * int64_t{RP}, ceil_div(RP, LANES), many * VPQ, many * V, VPQ});
+            const auto [votes, slots, inverse, du, dx, dx_lanes, dw, dp, spare] = scratch.parts;
+            float* dx_sum = reinterpret_cast<float*>(dx_lanes);
+            std::fill(dw, dw + many * VPQ, vf{});
+            std::fill(dp, dp + many * V, vf{});
+            for (int64_t window = from; window < to; ++window) {
+                const vf* target = packed.vectors() + (window - from) * per_window;
+                const Poses poses(places, window, begin, end);
+                for (int64_t i = begin; i < end; i += 2) {
+                    if (!poses.any(i)) continue;
+                    const vf* biases[2] = {bias.of(i), bias.of(std::min(i + 1, end - 1))};
+                    const Two two = votes_of_pair(map, z, poses, i, weight.vectors(), targets, target, {votes, votes_size}, c.cosine ? RQ : 0, slots, inverse);
+                    couple_lanes(c.leaky, V, 2, targets, slots, biases, two.inverse);
+                    for (int k = 0; g.d_prior != nullptr && k < 2; ++k)
+                        for (int r = 1; r < targets; r += 2)
+                            for (int h = 0; h < V; ++h) dp[(i - begin + k) * V + h] += slots[k * kept + r * V + h];
+                    const auto gradients = !std::is_same_v<Z, Pose> && g.K == 2 && !c.cosine ? gradients_of_two<std::is_same_v<Z, Pose> ? 0 : 2, Z> : gradients_of_two<0, Z>;
+                    gradients(z, V, two, g.K, target, g.uniform != nullptr, du, dx, dw + (i - begin) * VPQ);
+                    for (int k = 0; k < 2; ++k) {
+                        if (two.x[k] == places.zeros()) continue;
+                        float* own = g.d_poses + (two.x[k] - c.poses);
+                        sum_lanes_each(dx + k * RP, RP, dx_sum);
+                        for (int e = 0; e < RP; ++e) own[e] += dx_sum[e];
+                    }
                 }
             }
-            if ((window + 1) % SUM_BLOCK == 0 || window + 1 == map.windows) flush(dw, dw_total, (end - begin) * VPQ);
-        }
-        for (int64_t i = begin; i < end; ++i) {
-            map.turn_back(dw_total + (i - begin) * VPQ, PQ, g.d_weight + i * c.J * PQ);
-            if (g.d_prior != nullptr) std::memcpy(g.d_prior + i * c.J, dp + (i - begin) * V, sizeof(float) * static_cast<std::size_t>(c.J));
-        }
-    });
+            float* rows = reinterpret_cast<float*>(spare);
+            for (int64_t i = begin; i < end; ++i) {
+                map.turn_back(dw + (i - begin) * VPQ, PQ, rows);
+                add(rows, c.J * PQ, g.d_weight + i * c.J * PQ);
+                if (g.d_prior != nullptr) add(reinterpret_cast<const float*>(dp + (i - begin) * V), c.J, g.d_prior + i * c.J);
+            }
+        });
+    }
 }
 
 }  // namespace

@@ -43,8 +43,8 @@ int tc_connected_backward_state(const tc_connected* c, const float* state, const
     return connected_pass(*c, state, grad, d_state);
 }
 
-int tc_connected_backward_full(const tc_connected* c, int64_t K, const float* states, const float* grads, const float* uniform,
-                               float* d_poses, float* d_weight, float* d_prior) {
+int tc_connected_backward_full(const tc_connected* c, int64_t K, const float* const* states, const float* const* grads,
+                               const float* uniform, float* d_poses, float* d_weight, float* d_prior) {
     const Gradients g{static_cast<int>(K), states, grads, uniform, d_poses, d_weight, d_prior};
     return guarded([&] { (use_deep(*c) ? deep_full : wide_full)(*c, g); });
 }
@@ -61,8 +61,8 @@ int tc_map_backward_state(const tc_map* c, const float* state, const float* grad
     return guarded([&] { map_pass(*c, state, grad, d_state); });
 }
 
-int tc_map_backward_full(const tc_map* c, int64_t K, const float* states, const float* grads, const float* uniform,
-                         float* d_poses, float* d_weight, float* d_prior) {
+int tc_map_backward_full(const tc_map* c, int64_t K, const float* const* states, const float* const* grads,
+                         const float* uniform, float* d_poses, float* d_weight, float* d_prior) {
     return guarded([&] { map_full(*c, {static_cast<int>(K), states, grads, uniform, d_poses, d_weight, d_prior}); });
 }
 
@@ -84,5 +84,5 @@ int tc_folded_backward_full(const tc_folded* c, int64_t K, const float* queries,
 }
 
 int tc_lanes(void) { return LANES; }
-int tc_version(void) { return 3; }
+int tc_version(void) { return 4; }
 }

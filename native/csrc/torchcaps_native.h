@@ -36,9 +36,9 @@ TC_EXPORT int tc_connected_forward(const tc_connected*, const float* state, floa
 // d_state_j = sum_i d_ij u_ij with g_ij = <u_ij, grad_j>, d_ij = c_ij (g_ij - sum_k c_ik g_ik)
 TC_EXPORT int tc_connected_backward_state(const tc_connected*, const float* state, const float* grad, float* d_state);
 // du_ij = uniform_j + sum_k c^k_ij grad^k_j + d^k_ij state^k_j, contracted at once with W_ij^T and x_i^T.
-// states, grads [K, N, J, R, Q]; uniform [N, J, R, Q] or null; d_poses like poses, d_weight like weight;
+// states, grads: K times [N, J, R, Q]; uniform [N, J, R, Q] or null; d_poses like poses, d_weight like weight;
 // d_prior [I, J] or null
-TC_EXPORT int tc_connected_backward_full(const tc_connected*, int64_t K, const float* states, const float* grads,
+TC_EXPORT int tc_connected_backward_full(const tc_connected*, int64_t K, const float* const* states, const float* const* grads,
                                          const float* uniform, float* d_poses, float* d_weight, float* d_prior);
 
 typedef struct {
@@ -53,11 +53,11 @@ typedef struct {
     const float* prior;              // [C * kernel_h * kernel_w, J] or null
 } tc_map;
 
-// The same passes for every window of a map; states, grads and results [.., N, out_h * out_w, J, R, Q].
+// The same passes for every window of a map; states, grads and results [N, out_h * out_w, J, R, Q].
 TC_EXPORT int tc_map_sum(const tc_map*, float* s);
 TC_EXPORT int tc_map_forward(const tc_map*, const float* state, float* s);
 TC_EXPORT int tc_map_backward_state(const tc_map*, const float* state, const float* grad, float* d_state);
-TC_EXPORT int tc_map_backward_full(const tc_map*, int64_t K, const float* states, const float* grads,
+TC_EXPORT int tc_map_backward_full(const tc_map*, int64_t K, const float* const* states, const float* const* grads,
                                    const float* uniform, float* d_poses, float* d_weight, float* d_prior);
 
 typedef struct {

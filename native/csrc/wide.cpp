@@ -209,8 +209,8 @@ void full(const tc_connected& c, const Z z, const Gradients& g) {
     const int64_t per_block = (targets + 1) * JRQ;  // [block][grad, state of each round, then uniform][JRQ]
     Buffer packed(blocks * per_block * LANES);
     for (int k = 0; k < g.K; ++k) {
-        pack_rows(c, g.grads + k * c.N * JRQ, JRQ, packed.vectors() + 2 * k * JRQ, per_block);
-        pack_rows(c, g.states + k * c.N * JRQ, JRQ, packed.vectors() + (2 * k + 1) * JRQ, per_block);
+        pack_rows(c, g.grads[k], JRQ, packed.vectors() + 2 * k * JRQ, per_block);
+        pack_rows(c, g.states[k], JRQ, packed.vectors() + (2 * k + 1) * JRQ, per_block);
     }
     if (g.uniform != nullptr) pack_rows(c, g.uniform, JRQ, packed.vectors() + targets * JRQ, per_block);
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchcaps.bench.measuring import peak, spent
+from torchcaps.bench.measuring import by_itself, peak, spent
 from torchcaps.bench.workloads import Workload
 
 __all__ = ["Measured", "measure"]
@@ -27,9 +27,8 @@ class Measured:
 
 
 def measure(workload: Workload, forms: Sequence[str], device: str = "cpu", repeats: int = 5) -> list[Measured]:
-    """Time and memory of a workload in every form, interleaved."""
-    route, inputs = workload.make(device)
-    calls = {form: _call(workload, route, form, device) for form in forms}
+    """Time and memory of a workload in every form, the times interleaved."""
+    calls, inputs = _calls(workload, forms, device)
     forward = {form: float("inf") for form in forms}
     both = dict(forward)
     for repeat in range(repeats + 1):  # the first is a warm-up
@@ -39,12 +38,33 @@ def measure(workload: Workload, forms: Sequence[str], device: str = "cpu", repea
             together = spent(functools.partial(_forward_backward, call, inputs), device)
             if repeat:
                 forward[form], both[form] = min(forward[form], alone), min(both[form], together)
+    asked = (workload, forms, device, torch.get_num_threads())
+    memory = by_itself(_memory, *asked) if device == "cpu" else _memory(*asked)
+    return [Measured(workload.name, workload.N, form, forward[form], both[form], *memory[form]) for form in forms]
+
+
+def _memory(
+    workload: Workload, forms: Sequence[str], device: str, threads: int
+) -> dict[str, tuple[int | None, int | None]]:
+    """Bytes that (forward, forward + backward) add to the peak, after a warm-up."""
+    torch.set_num_threads(threads)
+    calls, inputs = _calls(workload, forms, device)
     memory = {}
     for form, call in calls.items():
+        both = functools.partial(_forward_backward, call, inputs)
+        both()
         with torch.no_grad():
-            memory_alone = peak(functools.partial(call, *inputs), device)
-        memory[form] = memory_alone, peak(functools.partial(_forward_backward, call, inputs), device)
-    return [Measured(workload.name, workload.N, form, forward[form], both[form], *memory[form]) for form in forms]
+            call(*inputs)
+            alone = peak(functools.partial(call, *inputs), device)
+        memory[form] = alone, peak(both, device)
+    return memory
+
+
+def _calls(
+    workload: Workload, forms: Sequence[str], device: str
+) -> tuple[dict[str, Callable[[Tensor, Tensor], Tensor]], list[Tensor]]:
+    route, inputs = workload.make(device)
+    return {form: _call(workload, route, form, device) for form in forms}, inputs
 
 
 def _call(

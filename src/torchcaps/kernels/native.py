@@ -25,6 +25,7 @@ import ctypes
 import functools
 import math
 import platform
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ __all__ = [
     "map_backward_state", "map_forward_pass", "map_sum_pass", "missing", "sum_pass", "supports",
 ]  # fmt: skip
 
-_VERSION = 3
+_VERSION = 4
 _POINTER = ctypes.c_void_p
 
 
@@ -107,8 +108,21 @@ def builds() -> tuple[str, ...]:
     return tuple(name for name, needed in (("v4", _V4), ("v3", _V3), ("v2", _V2)) if needed <= flags)
 
 
+def _cut_short(path: Path) -> bool:
+    """Whether an ELF file of 64 bits (Linux) ends before its last table, the section headers."""
+    data = path.read_bytes() if path.is_file() else b""
+    if data[:6] != b"\x7fELF\x02\x01":
+        return False
+    if len(data) < 64:
+        return True
+    (offset,), (size, count) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HH", data, 58)
+    return len(data) < offset + size * count
+
+
 def load(path: Path) -> ctypes.CDLL:
     """The library at `path`, its functions declared. OSError where it does not load or speaks another version."""
+    if _cut_short(path):  # the system would load it, and stop the process at the first touch of what is missing
+        raise OSError(f"{path} is cut short: install torchcaps once more")
     library = ctypes.CDLL(str(path))
     if absent := [name for name in ("tc_version", *_FUNCTIONS) if not hasattr(library, name)]:
         raise OSError(f"{path} has no {absent[0]}: it is no library of this package, or that of another version")
@@ -192,6 +206,10 @@ def _floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor.detach().contiguous()
 
 
+def _pointers(tensors: list[Tensor]) -> ctypes.Array[_POINTER]:
+    return (_POINTER * len(tensors))(*(t.data_ptr() for t in tensors))
+
+
 @dataclass
 class _Call:
     """A call's arguments, checked and laid out, and kept alive while C++ reads them."""
@@ -210,16 +228,20 @@ class _Call:
     def empty(self) -> bool:
         return self.poses.numel() == 0 or self.weight.numel() == 0
 
-    def run(self, name: str, *arguments: Tensor | int | None) -> None:
+    def run(self, name: str, *arguments: Tensor | list[Tensor] | int | None) -> None:
+        """Call a function; a list of tensors goes as an array of pointers."""
         if self.empty:
             return
         library, reason = _found()
         if library is None:
             raise RuntimeError(reason)
-        for a in arguments:  # C++ reads what it is pointed at as float32
+        each = [a for given in arguments for a in (given if isinstance(given, list) else [given])]
+        for a in each:  # C++ reads what it is pointed at as float32
             if isinstance(a, Tensor) and (a.dtype != torch.float32 or not a.is_contiguous()):
                 raise ValueError(f"{name}: the native kernels were handed {a.dtype}: is autocast on around them?")
-        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        plain = [
+            _pointers(a) if isinstance(a, list) else a.data_ptr() if isinstance(a, Tensor) else a for a in arguments
+        ]
         if getattr(library, f"tc_{self.kind}_{name}")(ctypes.byref(self.problem), *plain):
             raise MemoryError(f"the native kernels found no memory for {name} of {list(self.parents)} parents")
 
@@ -305,6 +327,10 @@ def _map(
 # --------------------------------------------------------------------------------------------- fully connected capsules
 
 
+Rounds = Sequence[Tensor] | Tensor
+"""A tensor of every round, in a list or stacked."""
+
+
 class Full(NamedTuple):
     """What `backward_full` returns."""
 
@@ -353,11 +379,11 @@ def backward_state(
 
 
 def backward_full(
-    poses: Tensor, weight: Tensor, states: Tensor, grads: Tensor, *, uniform: Tensor | None = None,
+    poses: Tensor, weight: Tensor, states: Rounds, grads: Rounds, *, uniform: Tensor | None = None,
     with_state: bool = True, with_prior: bool = False, mask: Tensor | None = None, prior: Tensor | None = None,
     leaky: bool = False, cosine: bool = False, threads: int | None = None,
 ) -> Full:  # fmt: skip
-    """Gradients of K rounds over the same votes in one walk: states, grads `[K, N, J, R, Q]` as of `backward_state`.
+    """Gradients of K rounds over the same votes in one walk: a state and a grad of each, as of `backward_state`.
 
     uniform     `[N, J, R, Q]`, a gradient that every vote gets besides: a uniform round's gradient / J.
     with_state  also `d_state_first`, the gradient in the state of round 0 (a pass of its own).
@@ -370,16 +396,21 @@ def backward_full(
 
 
 def _full(
-    call: _Call, states: Tensor, grads: Tensor, uniform: Tensor | None, with_state: bool, with_prior: bool
+    call: _Call, states: Rounds, grads: Rounds, uniform: Tensor | None, with_state: bool, with_prior: bool
 ) -> Full:
-    K = states.shape[0]
-    states, grads = _floats("states", states, (K, *call.parents)), _floats("grads", grads, (K, *call.parents))
+    states, grads = _each_round(call, states, grads)
     uniform = None if uniform is None else _floats("uniform", uniform, call.parents)
     d_poses, d_weight = call.new(*call.poses.shape), call.new(*call.weight.shape)
     d_prior = _prior_gradient(call) if with_prior else None
-    call.run("backward_full", K, states, grads, uniform, d_poses, d_weight, d_prior)
+    call.run("backward_full", len(states), states, grads, uniform, d_poses, d_weight, d_prior)
     first = call.sum_over_children("backward_state", states[0], grads[0]) if with_state else None
     return Full(_of_those_present(call, d_poses), d_weight, first, d_prior)
+
+
+def _each_round(call: _Call, states: Rounds, grads: Rounds) -> tuple[list[Tensor], list[Tensor]]:
+    if len(states) != len(grads):
+        raise ValueError(f"states of {len(states)} rounds do not fit grads of {len(grads)}")
+    return ([_floats("state", s, call.parents) for s in states], [_floats("grad", g, call.parents) for g in grads])
 
 
 def _prior_gradient(call: _Call) -> Tensor:
@@ -426,11 +457,11 @@ def _lift(call: _Call, name: str, *targets: Tensor) -> Tensor:
 
 
 def _folded_full(
-    call: _Call, states: Tensor, grads: Tensor, uniform: Tensor | None, with_state: bool, with_prior: bool
+    call: _Call, states: Rounds, grads: Rounds, uniform: Tensor | None, with_state: bool, with_prior: bool
 ) -> Full:
     """With t_j = sum_i c_ij x_i and y_j = sum_i d_ij x_i of each round: dW_j = sum_k t_j^T grad_j + y_j^T state_j."""
-    K = states.shape[0]
-    states, grads = _floats("states", states, (K, *call.parents)), _floats("grads", grads, (K, *call.parents))
+    K = len(states)
+    states, grads = (torch.stack(each) for each in _each_round(call, states, grads))
     queries, pulls = _queries(call, states), _queries(call, grads)
     d_poses, t, y = call.new(*call.poses.shape), call.new(*queries.shape), call.new(*queries.shape)
     d_prior = _prior_gradient(call) if with_prior else None
@@ -486,12 +517,12 @@ def map_backward_state(
 
 
 def map_backward_full(
-    poses: Tensor, weight: Tensor, states: Tensor, grads: Tensor, *, kernel: Sequence[int],
+    poses: Tensor, weight: Tensor, states: Rounds, grads: Rounds, *, kernel: Sequence[int],
     stride: Sequence[int] = (1, 1), padding: Sequence[int] = (0, 0), uniform: Tensor | None = None,
     with_state: bool = True, with_prior: bool = False, mask: Tensor | None = None, prior: Tensor | None = None,
     leaky: bool = False, cosine: bool = False, threads: int | None = None,
 ) -> Full:  # fmt: skip
-    """`backward_full` of every window; states, grads `[K, N, windows, J, R, Q]`; a child sums over its windows."""
+    """`backward_full` of every window; states and grads `[N, windows, J, R, Q]`; a child sums over its windows."""
     call = _map(
         poses, weight, kernel, stride, padding, mask=mask, prior=prior, leaky=leaky, cosine=cosine, threads=threads
     )

@@ -78,7 +78,7 @@ class NativePasses:
             assert base is not None
             return Gradients(*uniform_gradients(ch, base), None, None)
         laid = flat(ch)
-        V, ds = (by_window(laid, torch.stack(k)) for k in ([r.V for r in rounds], [r.ds for r in rounds]))
+        V, ds = [by_window(laid, r.V) for r in rounds], [by_window(laid, r.ds) for r in rounds]
         uniform = None if base is None else by_window(laid, base)
         wanted: dict[str, Any] = {"with_state": False, "with_prior": ch.prior is not None, **_settings(laid)}
         if laid.windows is None:

@@ -43,7 +43,7 @@ def backward_full(backend: str, ch: Children, rounds: list[Round], base: Tensor 
     """Gradients of poses, weight, prior and offset, of all rounds together."""
     columns = [
         [r.V for r in rounds],
-        [r.s for r in rounds],
+        [r.s for r in rounds if r.s is not None],
         [r.lse for r in rounds if r.lse is not None],
         [r.ds for r in rounds],
     ]
@@ -99,7 +99,8 @@ def _(backend, poses, weight, mask, prior, offset, leaky, cosine, over, windows,
 @torch.library.custom_op("torchcaps::backward_state", mutates_args=())
 def _backward_state(
     backend: str, poses: Tensor, weight: Tensor, mask: Tensor | None, prior: Tensor | None, offset: Tensor | None,
-    leaky: bool, cosine: bool, over: str, windows: list[int], V: Tensor, s: Tensor, lse: Tensor | None, ds: Tensor,
+    leaky: bool, cosine: bool, over: str, windows: list[int],
+    V: Tensor, s: Tensor | None, lse: Tensor | None, ds: Tensor,
 ) -> Tensor:  # fmt: skip
     ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over, _windows(windows))
     return _PASSES[backend].backward_state(ch, Round(V, s, lse, ds)).contiguous()
@@ -117,8 +118,8 @@ def _backward_full(
     V: list[Tensor], s: list[Tensor], lse: list[Tensor], ds: list[Tensor], base: Tensor | None, detach: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ch = Children(poses, weight, mask, prior, offset, leaky, cosine, over, _windows(windows))
-    sums: list[Tensor | None] = [*lse] if lse else [None] * len(V)
-    rounds = [Round(*r) for r in zip(V, s, sums, ds, strict=True)]
+    nothing: list[Tensor | None] = [None] * len(V)
+    rounds = [Round(*r) for r in zip(V, s or nothing, lse or nothing, ds, strict=True)]
     g = _PASSES[backend].backward_full(ch, rounds, base, detach)  # type: ignore[arg-type]
     return (
         g.poses.contiguous(),

@@ -87,7 +87,7 @@ class Round:
     """A round as its derivative needs it: the state it started from, its sums, and the gradient of the sums."""
 
     V: Tensor  # [N, J, R, Q]
-    s: Tensor  # [N, J, R, Q]
+    s: Tensor | None  # [N, J, R, Q], where the softmax runs over children
     lse: Tensor | None  # [N, J], log-sum-exp over children
     ds: Tensor  # [N, J, R, Q]
 

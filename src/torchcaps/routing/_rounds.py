@@ -21,7 +21,7 @@ from torchcaps.routing import _ops
 from torchcaps.routing._passes import Children, Detach, Round, uniform_share
 from torchcaps.routing._round import Call, Over, own_precision
 
-__all__ = ["Plan", "Step", "run_rounds"]
+__all__ = ["Plan", "Step", "run_rounds", "zeros_like"]
 
 
 class Step(Protocol):
@@ -66,18 +66,9 @@ def run_rounds(
     extras: tuple[Tensor, ...],
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """(parents' poses, no coupling, state)."""
-    v, V = _Rounds.apply(
-        plan,
-        call.windows,
-        call.poses,
-        call.weight,
-        call.mask,
-        call.vote_offset,
-        prior,
-        start,
-        *extras,
-    )
-    return v, [], V
+    tensors = (call.poses, call.weight, call.mask, call.vote_offset, prior, start, *extras)
+    v, *V = _Rounds.apply(plan, call.windows, *tensors)
+    return v, [], V[0] if V else v
 
 
 class _Rounds(torch.autograd.Function):
@@ -95,45 +86,49 @@ class _Rounds(torch.autograd.Function):
             V, v = plan.step(s, V, t == plan.iterations - 1, extras)
         ctx.plan, ctx.windows, ctx.extras = plan, windows, len(extras)
         ctx.save_for_backward(poses, weight, mask, offset, prior, start, *extras, *sums, *lses)
-        return (v, V.clone()) if v is V else (v, V)
+        return (v,) if v is V else (v, V)
 
     @staticmethod
-    def backward(ctx: Any, dv: Tensor, dV: Tensor):
+    def backward(ctx: Any, dv: Tensor, *dV: Tensor):
         with own_precision(dv):
-            return _Rounds._backward(ctx, dv, dV)
+            return _Rounds._backward(ctx, dv, *dV)
 
     @staticmethod
-    def _backward(ctx: Any, dv: Tensor, dV: Tensor):
+    def _backward(ctx: Any, dv: Tensor, *given: Tensor):
         plan, windows, T = ctx.plan, ctx.windows, ctx.plan.iterations
         poses, weight, mask, offset, prior, start, *rest = ctx.saved_tensors
-        extras, rest = tuple(rest[: ctx.extras]), rest[ctx.extras :]
-        sums, lses = rest[:T], rest[T:]
+        extras, sums, lses = tuple(rest[: ctx.extras]), rest[ctx.extras : ctx.extras + T], rest[ctx.extras + T :]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a derivative of this derivative is wanted
             return (
                 None,
                 None,
-                *_through_equations(plan, windows, poses, weight, mask, offset, prior, start, extras, dv, dV),
+                *_through_equations(plan, windows, poses, weight, mask, offset, prior, start, extras, dv, *given),
             )
+        if not torch.compiler.is_compiling():  # unless the graph is kept, the sums may go before the last pass
+            del rest
+            ctx.maybe_clear_saved_tensors()
         ch = Children(poses, weight, mask, prior, offset, plan.leaky, plan.cosine, plan.over, windows)
         states = [start]
         for t in range(T - 1):
             states.append(plan.step(sums[t], states[t], False, extras)[0])
+        dV = given[0] if given else zeros_like(dv)
         scored: list[Round] = []
         base, dextras = None, [torch.zeros_like(e) for e in extras]
         for t in reversed(range(T)):
-            V = states[t]
+            V = states.pop()
             ds, dV, parts = plan.step.backward(sums[t], V, t == T - 1, extras, dV, dv)
             dextras = [a + b for a, b in zip(dextras, parts, strict=True)]
             if V is None and prior is None:
-                base = ds * uniform_share(ch)
+                base = ds = ds * uniform_share(ch)
                 break
-            r = Round(_seen(plan, ch, V), sums[t], lses[t], ds)
+            r = Round(_seen(plan, ch, V), sums[t] if plan.over == "children" else None, lses[t], ds)
             scored.append(r)
             if plan.detach == "all_but_last":
-                dV = torch.zeros_like(dV)
+                dV = zeros_like(dV)
                 break
             if plan.detach == "none" and V is not None:
-                dV = dV + plan.step.scale * _ops.backward_state(plan.backend, ch, r)
+                dV = torch.add(dV, _ops.backward_state(plan.backend, ch, r), alpha=plan.step.scale)
+        del sums
         g = _ops.backward_full(plan.backend, ch, scored, base, plan.detach)
         return (
             None,
@@ -155,11 +150,16 @@ def _seen(plan: Plan, ch: Children, V: Tensor | None) -> Tensor:
     return V * plan.step.scale
 
 
-def _through_equations(plan: Plan, windows, poses, weight, mask, offset, prior, start, extras, dv, dV):
+def zeros_like(x: Tensor) -> Tensor:
+    """Zeros of the shape of x that take no memory; read only."""
+    return x.new_zeros(()).expand_as(x)
+
+
+def _through_equations(plan: Plan, windows, poses, weight, mask, offset, prior, start, extras, *d):
     """The same gradients as a differentiable function of everything."""
     call = Call(poses, weight, None, offset, mask, None, poses.dtype, False, windows)
     v, _, V = plan.equations(call, prior, start, extras)
     inputs = (poses, weight, mask, offset, prior, start, *extras)
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad((v, V), wanted, (dv, dV), create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad((v, V)[: len(d)], wanted, d, create_graph=True, allow_unused=True))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]

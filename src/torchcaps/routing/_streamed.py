@@ -163,6 +163,7 @@ class Slab:
         """(log-sum-exp, <s, ds>) of each parent, where the softmax runs over children."""
         if r.lse is None:
             return None
+        assert r.s is not None
         rest = (r.s[self.batch] * r.ds[self.batch]).sum((2, 3))
         return self.swap(r.lse[self.batch]).unsqueeze(self.child), self.swap(rest).unsqueeze(self.child)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchcaps.routing._backends import choose, situation
 from torchcaps.routing._round import Backend, Call, check_iterations, couple, enter
-from torchcaps.routing._rounds import Plan, run_rounds
+from torchcaps.routing._rounds import Plan, run_rounds, zeros_like
 from torchcaps.routing._rule import Rule
 from torchcaps.routing._windows import Windows
 from torchcaps.types import Routed
@@ -156,13 +156,13 @@ class AttentionStep:
         if last:
             dp = dp + dv
         if not self.norm:
-            return dp, torch.zeros_like(dp), tuple(torch.zeros_like(g) for g in gains)
+            return dp, zeros_like(dp), tuple(torch.zeros_like(g) for g in gains)
         gain, bias = gains or (None, None)
         _, mean, per_sd = torch.native_layer_norm(s, s.shape[2:], gain, bias, self.eps)
         ds, *dgains = torch.ops.aten.native_layer_norm_backward(
             dp, s, s.shape[2:], mean, per_sd, gain, bias, [True, bool(gains), bool(gains)]
         )
-        return ds, torch.zeros_like(dp), tuple(dgains) if gains else ()
+        return ds, zeros_like(dp), tuple(dgains) if gains else ()
 
 
 def _gain(name: str, value: Tensor | None, call: Call, default: float) -> Tensor:
