@@ -2,20 +2,26 @@
 
 import csv
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import made_up_sets
 import numpy as np
 import pytest
 import torch
+import yaml
+from filelock import FileLock
 from PIL import Image
 
 from torchcaps.cli import main
+from torchcaps.cli.loading import chosen_checkpoint
 from torchcaps.cli.recipes import find, recipes
 from torchcaps.run.hub import Pretrained
-from torchcaps.training import read_checkpoint
+from torchcaps.training import MetricsFile, read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +108,12 @@ def test_a_run_is_a_folder_with_all_it_took(a_run):
     assert said["class_names"] == [str(k) for k in range(10)]
 
 
-def test_a_run_is_tested_on_its_own_data(a_run, capsys):
+def test_a_run_is_tested_on_its_own_data_with_the_weights_that_predict(a_run, capsys):
+    before = (a_run / "metrics.csv").read_text().splitlines()
     main(["test", str(a_run), "--data.init_args.limit", "40"])
-    assert "test/accuracy" in capsys.readouterr().out
+    assert re.search(r"^test/accuracy +0\.\d{4}$", capsys.readouterr().out, re.MULTILINE)
+    assert chosen_checkpoint(a_run).name == "best.ckpt"
+    assert len((a_run / "metrics.csv").read_text().splitlines()) == len(before) + 1
 
 
 def test_a_new_process_predicts_the_same_from_the_checkpoint_alone(a_run, tmp_path):
@@ -154,8 +163,87 @@ def test_a_run_can_be_gone_on_with_and_is_never_overwritten(a_run, tmp_path, cap
         main(again)
     assert "--ckpt_path last" in capsys.readouterr().err
     before = len((a_run / "metrics.csv").read_text().splitlines())
+    config = (a_run / "config.yaml").read_text()
+    for other, checkpoint in [
+        (["--model.optimization.lr", "0.5"], "last"),
+        (["--data.init_args.limit", "90"], str((a_run / "checkpoints" / "last.ckpt").resolve())),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            main([*again, "--ckpt_path", checkpoint, "--trainer.max_epochs", "3", *other])
+        said = capsys.readouterr().err
+        assert f"{other[0][2:]}=" in said
+        assert "begin another run" in said
+    assert (a_run / "config.yaml").read_text() == config
     main([*again, "--ckpt_path", "last", "--trainer.max_epochs", "3"])
     assert len((a_run / "metrics.csv").read_text().splitlines()) > before
+    assert yaml.safe_load((a_run / "config.yaml").read_text())["ckpt_path"] is None
+
+
+def test_a_run_that_cannot_start_leaves_what_was_there(a_run, tmp_path, capsys):
+    shutil.copytree(a_run, tmp_path / "run")
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    elsewhere = tmp_path / "other.ckpt"
+    shutil.copy(a_run / "checkpoints" / "last.ckpt", elsewhere)
+    (tmp_path / "run" / "checkpoints" / "last.ckpt").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        main(
+            ["fit", "--config", "digits_capsnet_dynamic", "--run", str(tmp_path / "run"), "--ckpt_path", str(elsewhere)]
+        )
+    assert "holds another model than this CapsNet" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_a_run_does_not_go_on_with_other_data_of_the_same_sizes(own_signals, tmp_path, capsys):
+    signals = dict(np.load(own_signals))
+    np.savez(tmp_path / "others.npz", x=signals["x"], y=np.array(["bat", "cat", "dog"])[signals["y"]])
+    command = ["fit", "--config", "arrays", "--run", str(tmp_path / "run"), "--data.init_args.path"]
+    main([*command, str(own_signals), "--trainer.max_epochs", "1"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, str(tmp_path / "others.npz"), "--trainer.max_epochs", "2", "--ckpt_path", "last"])
+    assert "was trained on other data: class_names is ['0', '1', '2'] there" in capsys.readouterr().err
+
+
+def test_a_test_beside_a_training_takes_nothing_from_its_metrics(tmp_path):
+    training, testing = MetricsFile(tmp_path), MetricsFile(tmp_path)
+    training.begin(0)
+    for step in range(3):
+        training.log_metrics({"loss": 0.5}, step)
+    testing.log_metrics({"test/accuracy": 0.9}, 0)
+    for step in range(3, 6):
+        training.log_metrics({"loss": 0.25}, step)
+    rows = MetricsFile(tmp_path).rows()
+    assert [row["step"] for row in rows] == ["0", "1", "2", "0", "3", "4", "5"]
+    assert [row["test/accuracy"] for row in rows] == ["", "", "", "0.9", "", "", ""]
+    (tmp_path / "metrics.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"metrics\.csv holds no metrics of a run"):
+        MetricsFile(tmp_path).begin(0)
+
+
+def test_two_trainings_never_share_a_folder(a_run, tmp_path, capsys):
+    with FileLock(tmp_path / ".lock"), pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", "digits_capsule_head", "--run", str(tmp_path)])
+    assert f"another torchcaps fit is at work in {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_training_that_is_told_to_stop_says_how_to_go_on(by, tmp_path):
+    run = tmp_path / "run"
+    arguments = ["fit", "--config", "digits_capsule_head", "--run", str(run), "--trainer.max_epochs", "1000"]
+    program = f"from torchcaps.cli import main; main({arguments!r})"
+    at_work = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 120
+    while not (run / "checkpoints" / "last.ckpt").exists():
+        assert at_work.poll() is None, at_work.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    at_work.send_signal(by)
+    _, said = at_work.communicate(timeout=120)
+    assert at_work.returncode == 128 + by
+    assert f"To go on: torchcaps fit --config {run}/config.yaml --run {run} --ckpt_path last" in said
 
 
 @pytest.mark.parametrize(
@@ -164,6 +252,7 @@ def test_a_run_can_be_gone_on_with_and_is_never_overwritten(a_run, tmp_path, cap
         (["fitt"], "there is no command 'fitt'"),
         (["fit", "--config", "digits_capsnt"], "did you mean digits_caps"),
         (["test", "nowhere"], "nowhere is no run"),
+        (["test"], "torchcaps test measures a run"),
         (["predict", "nowhere", "x.png"], "no checkpoint nowhere"),
         (["recipes", "nothing"], "there is no recipe 'nothing'"),
         (["fit", "--config", "images", "--data.init_args.root", "nowhere"], "nowhere"),
@@ -176,7 +265,22 @@ def test_a_run_can_be_gone_on_with_and_is_never_overwritten(a_run, tmp_path, cap
             ["fit", "--config", "digits_capsule_head", "--model.settings.routing.iterations", "1"],
             "routing {'iterations': '1'} names no rule: write the rule too",
         ),
-        (["fit", "--config", "digits_capsule_head", "--log", "notepad"], "take wandb or mlflow"),
+        *(
+            (["fit", "--config", "digits_capsule_head", *more], words)
+            for more, words in [
+                (["--log", "notepad"], "take wandb or mlflow"),
+                (["--run", ""], "--run '' names no folder"),
+                (["--monitor", "val/acc"], "--monitor val/acc is not measured: take one of val/loss, val/accuracy"),
+                (["--mode", "best"], "--mode best: take min"),
+                (["--trainer.max_epochs", "0"], "--trainer.max_epochs 0 trains nothing"),
+                (["--trainer.max_epochs", "-1"], "--trainer.max_epochs -1 has no end"),
+                (["--trainer.max_epochs", "x"], "Expected a <class 'int'>; Given value: x"),
+                (["--trainer.accelerator", "tpu"], "torch_xla"),
+                (["--data.init_args.batchsize", "3"], "Option 'batchsize' is not accepted"),
+                (["--modl.loss", "3"], "unrecognized arguments: --modl.loss 3"),
+                (["--model.optimization.lr", "1e30"], "nan"),
+            ]
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_an_exit_status_of_two(arguments, words, capsys, tmp_path, monkeypatch):

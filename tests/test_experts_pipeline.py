@@ -209,7 +209,7 @@ def test_a_recipe_makes_a_run_that_holds_all_that_was_learned(a_run: Path, capsy
 def test_a_run_of_other_settings_is_not_overwritten(a_run: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["fit", "--config", str(a_run / "config.yaml"), "--model.settings.out_caps", "5"])
-    assert "give another folder, --run NAME" in capsys.readouterr().err
+    assert "begin another run, --run NAME" in capsys.readouterr().err
 
 
 def test_images_are_drawn_from_a_run(a_run: Path, tmp_path: Path, capsys: Any) -> None:

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -214,6 +215,18 @@ def test_resuming_from_a_truncated_checkpoint_names_the_file_and_trains_nothing(
     with pytest.raises(ValueError, match=r"last\.ckpt is cut off"):
         fit(module, data, ckpt_path=tmp_path / "last.ckpt")
     assert torch.equal(module.model.stem[0].weight, before)  # type: ignore[union-attr,index]
+
+
+@pytest.mark.parametrize("place", [0.3, 0.5, 0.7])
+def test_a_byte_that_changed_on_the_disk_is_noticed(best: Path, tmp_path: Path, place: float) -> None:
+    data = bytearray(best.read_bytes())
+    with zipfile.ZipFile(best) as file:
+        largest = max(file.infolist(), key=lambda entry: entry.file_size)
+    at = data.index(largest.filename.encode()) + len(largest.filename) + 200
+    data[at + int(place * (largest.file_size - 300))] ^= 0x10
+    (tmp_path / "last.ckpt").write_bytes(data)
+    with pytest.raises(ValueError, match=r"last\.ckpt is damaged: its [\d,]+ bytes are not those that were written"):
+        read_checkpoint(tmp_path / "last.ckpt")
 
 
 def test_a_checkpoint_of_another_model_than_its_config_builds_is_an_error(best: Path) -> None:

@@ -64,6 +64,7 @@ def test_a_new_run_in_the_same_folder_begins_its_log_anew(tmp_path: Path) -> Non
 def test_rows_of_steps_that_are_taken_again_are_replaced_and_half_a_row_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,epoch,loss\n1,0,0.5\n3,0,0.25\n5,0,0.1\n7,")
     log = MetricsFile(tmp_path)
+    log.begin(5)
     log.log_metrics({"loss": torch.tensor(0.2), "epoch": 0}, step=5)
     log.log_metrics({"acc": 1.0}, step=6)
     assert (tmp_path / "metrics.csv").read_text().split() == [

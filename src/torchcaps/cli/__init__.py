@@ -13,9 +13,12 @@ torchcaps export RUN OUT                  torch.export or ONNX, checked against 
 torchcaps bench                           time and memory of routing on this machine
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from signal import SIGINT, SIGTERM
+from typing import NoReturn
 
 from torchcaps import __version__
 
@@ -38,9 +41,15 @@ _COMMANDS = {
 """Each command's module, imported when it is called: `torchcaps bench` needs torch alone."""
 
 
+_MISTAKES = (ValueError, OSError, FloatingPointError, ModuleNotFoundError)
+"""What a caller gets wrong, in words; anything else is ours, and shows where."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command. What the user got wrong is said in one line, and the exit status is then 2."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # closed by whoever started the command
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if not given or given[0] in ("-h", "--help", "help"):
         print(__doc__)
         return
@@ -51,21 +60,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command not in _COMMANDS:
         _leave(f"there is no command {command!r}: take one of {', '.join(_COMMANDS)}; torchcaps --help says more")
     try:
-        run: Callable[[str, list[str]], None] = import_module(_COMMANDS[command]).run
+        _command(command)(command, rest)
+    except BrokenPipeError:  # whoever read the output has had enough
+        sys.stdout = None
+        print("torchcaps: stopped, for nobody reads its output", file=sys.stderr)
+        sys.exit(128 + 13)  # as a program that SIGPIPE stops
+    except _MISTAKES as error:
+        _leave(str(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + SIGINT)
+    except SystemExit as stop:
+        if type(stop).__name__ == "SIGTERMException":  # Lightning's, without a status
+            sys.exit(128 + SIGTERM)
+        raise
+
+
+def _command(name: str) -> Callable[[str, list[str]], None]:
+    try:
+        run: Callable[[str, list[str]], None] = import_module(_COMMANDS[name]).run
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "torchcaps":
             raise
-        _leave(f"torchcaps {command} needs the package {error.name}: pip install 'torchcaps[all]'")
-    try:
-        run(command, rest)
-    except BrokenPipeError:  # whoever read the output has had enough
-        sys.stdout = None
-    except (ValueError, OSError) as error:  # the caller's mistakes, in words; anything else is ours, and shows where
-        _leave(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+        _leave(f"torchcaps {name} needs the package {error.name}: pip install 'torchcaps[all]'")
+    return run
 
 
-def _leave(reason: str) -> None:
+def _leave(reason: str) -> NoReturn:
     print(f"torchcaps: {reason}", file=sys.stderr)
     sys.exit(2)

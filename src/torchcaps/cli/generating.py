@@ -17,9 +17,11 @@ from typing import Any, Literal, get_args
 
 import jsonargparse
 import torch
+import yaml
 from torch import Tensor
 
 import torchcaps.data  # noqa: F401  (its classes can then be named without their module)
+from torchcaps.cli import folders
 from torchcaps.cli.recipes import with_files
 from torchcaps.data import ImageData
 from torchcaps.energy.generation import Law
@@ -86,8 +88,7 @@ def fit(arguments: Sequence[str]) -> None:
     )
     with tempfile.TemporaryDirectory() as nowhere:
         folder = Path(nowhere if trial else ready.run)
-        folder.mkdir(parents=True, exist_ok=True)
-        parser.save(chosen, folder / "config.yaml", overwrite=True)
+        _hold = None if trial else _begin(parser, chosen, folder)
         file = Path(ready.autoencoder) if ready.autoencoder else folder / "autoencoder.pt"
         autoencoder = fit_autoencoder(settings, train[0], file)
         parts = [Part(*part, encode(settings, autoencoder, part[0])) for part in (train, test)]
@@ -100,6 +101,18 @@ def fit(arguments: Sequence[str]) -> None:
         print(f"{name:<36}{value:.4f}")
     if not trial:
         print(f"{folder} holds the run. Next: torchcaps generate {folder}")
+
+
+def _begin(parser: jsonargparse.ArgumentParser, chosen: jsonargparse.Namespace, folder: Path) -> object:
+    """The folder for this process alone, with the configuration in it, which later calls must have too."""
+    lock = folders.take(folder)
+    if (folder / "checkpoints").exists():
+        raise ValueError(f"{folder} holds a run of another kind: give another folder, --run NAME")
+    if (folder / "config.yaml").exists():
+        folders.check_same(folder, yaml.safe_load(parser.dump(chosen)))
+    else:
+        parser.save(chosen, folder / "config.yaml")
+    return lock
 
 
 def _parser() -> jsonargparse.ArgumentParser:

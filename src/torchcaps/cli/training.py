@@ -8,19 +8,28 @@ A recipe is a YAML file of these arguments; those on the command line come after
 """
 
 import os
+import re
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from signal import SIGINT, SIGTERM
+from typing import Any, ClassVar
 
-from pytorch_lightning import Trainer
+import yaml
+from filelock import FileLock
+from jsonargparse import ArgumentError, Namespace
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import LearningRateMonitor
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import nn
 
 import torchcaps.data  # noqa: F401  (its classes can then be named without their module)
-from torchcaps.cli import generating
+from torchcaps.cli import folders, generating
+from torchcaps.cli.loading import chosen_checkpoint
 from torchcaps.cli.recipes import with_files
 from torchcaps.data import ImageData
 from torchcaps.losses import MarginLoss
@@ -102,8 +111,38 @@ def _usual_loss(model: nn.Module, multi_label: bool) -> nn.Module:
 FROM_DATA = ("num_classes", "in_chans", "image_size", "multi_label", "class_names", "preprocessing")
 
 
+def _as_yaml(parser: LightningArgumentParser, config: Namespace) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from jsonargparse 4.49 on skip_none is called skip_unset
+        text: str = parser.dump(config, skip_none=False)
+    return text
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Writes RUN/config.yaml when the first step is due: what cannot be trained leaves the file as it was."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pass
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        config = self.config.clone()
+        config.ckpt_path = None  # what a run goes on from is not what it is
+        path = Path(config.run) / "config.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(_as_yaml(self.parser, config), "utf-8")
+        os.replace(part, path)
+
+
 class _Cli(LightningCLI):
     """Lightning's, with a run's folder in the place of its default logger and checkpoints."""
+
+    folder: ClassVar[Path | None] = None
+    """The run that this process is at."""
+    lock: FileLock | None = None
+    """Held while a fit is at work in its run's folder."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         add = parser.add_argument
@@ -123,19 +162,38 @@ class _Cli(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        folder = Path(config.run)
+        if not config.run.strip():
+            raise ValueError("--run '' names no folder: give one, --run runs/NAME")
+        folder = _Cli.folder = Path(config.run).expanduser()
+        config.run = str(folder)
         last = folder / "checkpoints" / "last.ckpt"
         if config.get("ckpt_path") in ("last", "best"):
             config.ckpt_path = str(last.with_name(f"{config.ckpt_path}.ckpt"))
+        if self.subcommand == "fit":
+            _check_length(config)
+        else:
+            config.verbose = False  # we print what was measured
         if self.subcommand == "fit" and not config.ckpt_path and last.exists() and not config.trainer.fast_dev_run:
             raise ValueError(
                 f"{folder} holds a run already: go on with it by --ckpt_path last, or give another folder, --run NAME"
             )
         if config.get("ckpt_path") and not Path(config.ckpt_path).exists():
             raise FileNotFoundError(f"there is no checkpoint {config.ckpt_path}: ls {folder / 'checkpoints'}")
+        if self.subcommand == "fit" and not config.trainer.fast_dev_run:
+            if (
+                config.ckpt_path
+                and (folder / "config.yaml").is_file()
+                and last.parent.resolve() in Path(config.ckpt_path).resolve().parents
+            ):
+                folders.check_same(folder, yaml.safe_load(_as_yaml(self._parser("fit"), config)))
+            self.lock = folders.take(folder)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a model's settings are in the run's configuration, and checkpoints have their own errors."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config[self.subcommand]
+        _check_monitor(config.monitor, config.mode, self.model)
         given: Mapping[str, Any] = self.config_init[self.subcommand].trainer
         made = trainer_settings(
             config.run, monitor=config.monitor if self.datamodule.parts.val is not None else None, mode=config.mode,
@@ -148,6 +206,28 @@ class _Cli(LightningCLI):
             made["logger"] = False
             made["callbacks"] = [c for c in made["callbacks"] if not isinstance(c, LearningRateMonitor)]
         return super().instantiate_trainer(**made, **kwargs)
+
+
+def _check_monitor(name: str | None, mode: str, model: Classification) -> None:
+    if mode not in ("min", "max"):
+        raise ValueError(f"--mode {mode}: take min where the smallest is the best, max where the largest is")
+    known = ["val/loss", *map(str, model.val_metrics.keys()), "train/loss", "train/accuracy"]
+    if name is not None and name not in known:
+        raise ValueError(f"--monitor {name} is not measured: take one of {', '.join(known)}")
+
+
+def _check_length(config: Namespace) -> None:
+    """A training must have an end, and a beginning."""
+    given = config.trainer
+    for name in ("max_epochs", "max_steps", "limit_train_batches"):
+        if given.get(name) == 0:
+            raise ValueError(f"--trainer.{name} 0 trains nothing: give 1 or more")
+    epochs = given.max_epochs
+    scheduled = config.model.optimization.schedule != "constant" or not given.max_time
+    if epochs is not None and epochs < 0 and given.max_steps in (None, -1) and scheduled:
+        raise ValueError(
+            f"--trainer.max_epochs {epochs} has no end, which learning rates need: give a number of epochs"
+        )
 
 
 def _logger(name: str | None, run: str) -> list[Logger]:
@@ -173,15 +253,37 @@ def run(command: str, arguments: list[str]) -> None:
         generating.fit(arguments)
         return
     given = list(arguments)
-    if command != "fit" and given and not given[0].startswith("-"):  # test RUN: its own configuration and weights
+    if command != "fit" and not given:
+        raise ValueError(f"torchcaps {command} measures a run: torchcaps {command} runs/NAME")
+    if command != "fit" and not given[0].startswith("-"):  # test RUN: its own configuration and weights
         folder = Path(given.pop(0))
-        if not (folder / "config.yaml").is_file():
-            raise ValueError(f"{folder} is no run: a run's folder holds a config.yaml and checkpoints")
+        folders.read_config(folder)
         given = ["--config", str(folder / "config.yaml"), "--run", str(folder), *given]
-        given += [] if any(a.startswith("--ckpt_path") for a in given) else ["--ckpt_path", "last"]
-    cli = _command(command, given)
-    if command == "fit" and cli.trainer.is_global_zero and not cli.config.fit.trainer.fast_dev_run:
-        _say_what_came_out(cli.trainer, Path(cli.config.fit.run))
+        if not any(a.startswith("--ckpt_path") for a in given):
+            given += ["--ckpt_path", str(chosen_checkpoint(folder))]
+    try:
+        cli = _command(command, given)
+    except ArgumentError as error:
+        raise ValueError(f"{_in_short(str(error))}: torchcaps {command} --help names what there is") from error
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
+    except SystemExit as stop:
+        by = SIGTERM if isinstance(stop, SIGTERMException) else SIGINT
+        if by == SIGINT and not isinstance(stop.__context__, KeyboardInterrupt):
+            raise
+        _say_how_to_go_on()
+        sys.exit(128 + by)
+    config = cli.config[command]
+    if not cli.trainer.is_global_zero or config.trainer.fast_dev_run:
+        return
+    _print_metrics(cli.trainer, "test/" if command == "test" else "val/")
+    if command == "fit":
+        if not any(Path(config.run, "checkpoints").glob("*.ckpt")):
+            raise ValueError(
+                f"nothing was trained: {config.ckpt_path} has all {config.trainer.max_epochs} epochs behind it; "
+                "give --ckpt_path null, or more epochs"
+            )
+        print(f"{config.run} holds the run. Next: torchcaps test {config.run}")
 
 
 def fit(arguments: list[str]) -> LightningCLI:
@@ -199,16 +301,34 @@ def _command(command: str, given: list[str]) -> LightningCLI:
         seed_everything_default=0,
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
-        save_config_callback=SaveConfigCallback if command == "fit" else None,
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "torchcaps"},
+        save_config_callback=_SaveConfig if command == "fit" else None,
+        parser_kwargs={"prog": "torchcaps", "exit_on_error": False, command: {"exit_on_error": False}},
         args=[command, *with_files(given)],
     )
 
 
-def _say_what_came_out(trainer: Trainer, folder: Path) -> None:
-    """The last epoch's figures on validation data, and what to do next."""
-    for name, value in sorted(trainer.callback_metrics.items()):
-        if name.startswith("val/"):
-            print(f"{name:<28}{float(value):.4f}")
-    print(f"{folder} holds the run. Next: torchcaps test {folder}")
+def _in_short(message: str) -> str:
+    """The reasons in a message of the parser, which lists every type that it tried."""
+    first, *rest = message.splitlines()
+    lead = ("Does not validate", "Subtypes", "Errors", "Problem with", "Given value type", "Expected a <class 'None")
+    nested = re.compile(r"NestedArg\(key='(.*?)', val='(.*?)'\)")
+    reasons = [nested.sub(r"\1 \2", line.strip(" -")) for line in rest]
+    kept = [line for line in reasons if line and not line.startswith(lead)]
+    return f"{first.removesuffix(':')}: {'; '.join(dict.fromkeys(kept))}" if kept else first
+
+
+def _say_how_to_go_on() -> None:
+    folder = _Cli.folder
+    if folder is None or not (folder / "checkpoints" / "last.ckpt").exists():
+        print("torchcaps: stopped before the first checkpoint: nothing is kept", file=sys.stderr)
+        return
+    again = f"torchcaps fit --config {folder / 'config.yaml'} --run {folder} --ckpt_path last"
+    print(f"torchcaps: stopped; {folder}/checkpoints/last.ckpt holds what was done. To go on: {again}", file=sys.stderr)
+
+
+def _print_metrics(trainer: Trainer, prefix: str) -> None:
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(prefix)}
+    for name, value in sorted(found.items()):
+        print(f"{name:<28}{value:.4f}")
+    if not found and trainer.state.fn == "validate":
+        print("these data have no validation part: nothing was measured")

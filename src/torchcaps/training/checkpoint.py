@@ -173,6 +173,8 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
         start = file.read(8)
     if not start.startswith(b"PK"):  # what torch writes is a zip
         raise ValueError(f"{path} {_no_zip(start)}")
+    if zipfile.is_zipfile(path) and not _whole(path):  # torch reads on where a bit has changed
+        raise ValueError(f"{path} {_what_is_wrong(path)}")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
@@ -205,7 +207,7 @@ def _what_is_wrong(path: Path) -> str:
     if not zipfile.is_zipfile(path):
         return f"is cut off: {size:,} bytes, and the end of the file is not among them; take another checkpoint"
     if not _whole(path):
-        return f"is damaged: {size:,} bytes that torch cannot read; take another checkpoint"
+        return f"is damaged: its {size:,} bytes are not those that were written; take another checkpoint"
     return (
         "holds Python objects beside weights, and is not read, for reading it could run their code: a checkpoint of "
         "torchcaps holds weights and plain data alone"

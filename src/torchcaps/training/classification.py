@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
 from torchcaps.losses import SpreadLoss, reconstruction_loss
@@ -223,6 +224,25 @@ class Classification(pl.LightningModule):
         if schedule is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        there = checkpoint.get("torchcaps", {})
+        for name in ("class_names", "multi_label", "preprocessing") if self._fitting() else ():
+            if there.get(name) != self.description[name]:
+                raise ValueError(
+                    f"the checkpoint was trained on other data: {name} is {there.get(name)!r} there and "
+                    f"{self.description[name]!r} here; go on with the same data, or begin another run"
+                )
+        own = {name: tuple(w.shape) for name, w in self.state_dict().items() if not is_lazy(w)}
+        saved = {name: tuple(w.shape) for name, w in checkpoint["state_dict"].items()}
+        wrong = [name for name in own | saved if name.startswith("model.") and own.get(name) != saved.get(name)]
+        if wrong:
+            said = [f"{list(s[wrong[0]])}" if wrong[0] in s else "not there" for s in (saved, own)]
+            raise ValueError(
+                f"the checkpoint holds another model than this {type(self.model).__name__}: {len(wrong)} weights "
+                f"differ, {wrong[0]} is {said[0]} in the checkpoint and {said[1]} here; take the configuration that "
+                "it was trained with"
+            )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["torchcaps"] = self.description

@@ -6,6 +6,7 @@ RUN/events/                          the same for TensorBoard
 RUN/checkpoints/{last,best}.ckpt     last: every n steps and after every epoch; best: of the monitored metric
 """
 
+import contextlib
 import csv
 import json
 import logging
@@ -91,7 +92,8 @@ def trainer_settings(
     quiet()
     run = Path(run)
     folder = run / "checkpoints"
-    chosen: list[Callback] = [RandomState(), Clock()]
+    metrics = MetricsFile(run)
+    chosen: list[Callback] = [RandomState(), Clock(), _Begin(metrics)]
     chosen += [CapsuleHealth()] if health else []
     chosen += [Costs()] if costs else []
     chosen += [] if ema is None else [EMAWeightAveraging(decay=ema)]
@@ -102,7 +104,7 @@ def trainer_settings(
     chosen += [RichProgressBar()] if terminal else []
     return {
         "default_root_dir": run,
-        "logger": [MetricsFile(run), TensorBoardLogger(run, name="events", version="", default_hp_metric=False)],
+        "logger": [metrics, TensorBoardLogger(run, name="events", version="", default_hp_metric=False)],
         "callbacks": chosen,
         "plugins": [AtomicCheckpointIO()],
         "enable_progress_bar": terminal,
@@ -158,7 +160,8 @@ class SaveLast(Checkpoint):
 class MetricsFile(Logger):
     """metrics.csv in a run's folder: a row for each step at which something is logged, written at once.
 
-    A run that is resumed goes on in the same file: rows of steps that are trained again are replaced, none is lost.
+    A run that is resumed goes on in the same file: rows of steps that are trained again are replaced, none is lost. So
+    does one that is tested later.
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
@@ -183,8 +186,8 @@ class MetricsFile(Logger):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """One more row."""
         row = {"step": step} | {k: v.item() if isinstance(v, Tensor) else v for k, v in metrics.items()}
-        if not self.columns:
-            self._begin(step or 0)
+        if not self.columns or self.columns != self._header():  # a test of the run may have added some
+            self._open()
         if new := [name for name in row if name not in self.columns]:
             self._rewrite(self.rows(), [*self.columns, *sorted(new)])
         with open(self.path, "a", newline="") as file:
@@ -194,19 +197,31 @@ class MetricsFile(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: what a run was asked for is in config.yaml."""
 
-    def _begin(self, step: int) -> None:
-        """Keep what an earlier part of the run wrote of the steps before this one."""
-        kept = [row for row in self.rows() if int(row["step"]) < step]
+    @rank_zero_only
+    def begin(self, step: int) -> None:
+        """Training begins at this step: of what the file holds, keep the steps before it."""
+        self._open([row for row in self.rows() if int(row["step"]) < step])
+
+    def _open(self, rows: list[dict[str, Any]] | None = None) -> None:
+        rows = self.rows() if rows is None else rows
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._rewrite(kept, list(kept[0]) if kept else ["step", "epoch"])
+        self._rewrite(rows, list(rows[0]) if rows else ["step", "epoch"])
 
     def rows(self) -> list[dict[str, Any]]:
-        """What the file holds, a dict of strings for each row."""
+        """What the file holds, a dict of strings for each row. ValueError where it is something else."""
         if not self.path.exists():
             return []
-        with open(self.path, newline="") as file:
-            # a kill may leave half a row at the end
-            return [row for row in csv.DictReader(file) if None not in row.values()]
+        text = self.path.read_text("utf-8")
+        table = csv.DictReader(text.splitlines(), restval="")
+        rows = list(table)
+        if not {"step"} <= set(table.fieldnames or ["step"]) or not all(row["step"].isdecimal() for row in rows):
+            raise ValueError(f"{self.path} holds no metrics of a run: move it away, or give another folder")
+        return rows if text.endswith("\n") else rows[:-1]  # a kill may leave half a row at the end
+
+    def _header(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError), open(self.path, newline="") as file:
+            return next(csv.reader(file), [])
+        return []
 
     def _rewrite(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         self.columns = columns
@@ -216,6 +231,16 @@ class MetricsFile(Logger):
             writer.writeheader()
             writer.writerows(rows)
         os.replace(part, self.path)
+
+
+class _Begin(Callback):
+    """Tells the file of metrics at which step training begins, once a checkpoint has been read."""
+
+    def __init__(self, metrics: MetricsFile) -> None:
+        self.metrics = metrics
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.metrics.begin(trainer.global_step)
 
 
 def _validation_follows(trainer: pl.Trainer, batch_idx: int) -> bool:
