@@ -7,7 +7,7 @@ The data are the 1,797 images of 8x8 pixels that ship inside scikit-learn: nothi
 once with a fixed seed and balanced over the classes, is the test set. It is looked at once, at the end: the recipe was
 chosen by 5-fold cross-validation on the other four fifths (99.65 %, standard deviation over the folds 0.22).
 
-Written to runs/digits/:
+Written to runs/demo/:
 
     model.pt      weights and settings, read back by `load`
     digits.png    test digits, their reconstructions, and what moving each of the 16 numbers of a pose does
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the order and the augmentation")
     parser.add_argument("--epochs", type=epochs, default=Recipe.epochs)
-    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for the model and the picture")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the model and the picture")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)  # for a network this small a second thread costs more than it brings: 99 s against 65 s
     console = Console()

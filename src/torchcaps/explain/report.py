@@ -254,8 +254,11 @@ def _block(subject: Subject, title: str, image: Tensor, label: int | None, field
     tree = parse_tree(model, image, top=4)
     if any(part.parts for part in tree.parts):  # of several layers: fewer branches on each
         tree = parse_tree(model, image, top=2)
-    caption = f"Behind “{names[said]}”" + (f": {tree.covered:.0%} of what it gets" if tree.covered else "")
-    found.append(_figure(pictures.draw_tree(tree, names), caption, f"parse tree of {title}"))
+    caption = f"Behind “{names[said]}”" + (f": the strongest {tree.covered:.0%}" if tree.covered else "")
+    legend = (
+        "On a line: the share of its votes that the child gives to this class. In a box: how present the capsule is."
+    )
+    found.append(_figure(pictures.draw_tree(tree, names), caption, f"parse tree of {title}", legend))
     drawn = pictures.draw_trace(routing_trace(model, one), names=names, parent=said)
     found.append(_figure(drawn, "How routing goes", f"entropy and agreement per round of {title}"))
     if _lie_on_an_image(maps) and subject.places is None and maps.shares[0, 0, 0, 0].numel() <= MOST_GROUPS:
@@ -268,7 +271,10 @@ def _block(subject: Subject, title: str, image: Tensor, label: int | None, field
 
 def _decoder(subject: Subject, tested: Answers, check: DecoderCheck | None) -> str:
     if not draws(subject.model):
-        note = "The model has no decoder: it does not draw what its capsules hold."
+        note = (
+            "The model has no decoder: it does not draw what its capsules hold. One that does: torchcaps fit with "
+            "--model.name capsnet --model.reconstruction_weight 0.0005."
+        )
         return f"<section><h2>What the decoder shows</h2><p>{note}</p></section>\n"
     kept, wrong = tested.kept, tested.wrong
     few = _joined(
@@ -311,7 +317,8 @@ def _verdict(check: DecoderCheck | None) -> str:
         return f"<p class='verdict good'>{said}</p>"
     said = (
         f"The decoder is too weak to believe. {numbers} The pictures below show what reaches it, and not all that a "
-        "pose holds; what they do not show may still be there. Train longer, or with a larger reconstruction_weight."
+        "pose holds; what they do not show may still be there. Train longer, or with a larger reconstruction_weight (0 "
+        "leaves a decoder as it began)."
     )
     return f"<p class='verdict bad'>{said}</p>"
 
@@ -360,9 +367,9 @@ def _health(subject: Subject) -> str:
 
 def _figure(figure: Figure, caption: str, about: str, note: str = "") -> str:
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130)
+    figure.savefig(file, format="png", dpi=130, bbox_inches="tight", pad_inches=0.05)
     data = base64.b64encode(file.getvalue()).decode()
-    width = round(96 * figure.get_figwidth())
+    width = round(96 / 130 * int.from_bytes(file.getvalue()[16:20], "big"))  # of the PNG, at 96 dots an inch
     below = f"<p class='note'>{escape(note)}</p>" if note else ""
     return (
         f"<figure><figcaption>{escape(caption)}</figcaption><img width='{width}' alt='{escape(about, quote=True)}' "
