@@ -228,7 +228,7 @@ ABOUT = (
 
 
 def section(records: Sequence[Mapping[str, Any]], folder: Path, pictures: Path) -> list[str]:
-    """The lines of the page of results; the pictures are copied from `folder` to `pictures`, which stands beside it."""
+    """The lines of the page of results; new pictures move from `folder` to `pictures`, which stands beside the page."""
     lines = [f"## {TITLE}", "", "Hauser 2019, arXiv 1907.11643. `torchcaps reproduce experts`", "", ABOUT, ""]
     for name, data in SETS.items():
         arms = {arm: [r for r in records if (r["set"], r["arm"]) == (name, arm)] for arm in ARMS}
@@ -249,7 +249,8 @@ def section(records: Sequence[Mapping[str, Any]], folder: Path, pictures: Path) 
             file = folder / _picture(name, arm, law)
             if arm in arms and file.exists():
                 pictures.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, pictures / file.name)
+                shutil.move(file, pictures / file.name)
+            if arm in arms and (pictures / file.name).exists():
                 what = f"{ARMS[arm].what}: a column for each of 20 capsules, four draws each, {LAWS[law]}"
                 lines += ["", f"![{name}, {arm}]({pictures.name}/{file.name})", "", f"*{what[0].upper()}{what[1:]}.*"]
         lines.append("")
