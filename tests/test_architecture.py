@@ -50,7 +50,7 @@ MAY = {
     "explain": May({"types", "routing"}, {"matplotlib", "numpy", "sklearn"}),
 }
 MAY["run"] = May(set(MAY), EXTRAS)
-MAY["cli"] = May({*MAY, "run"}, {*EXTRAS, "yaml"})
+MAY["cli"] = May({*MAY, "run"}, {*EXTRAS, "filelock", "yaml"})
 MAY["reproduce"] = May({*MAY, "run", "cli"}, {"filelock", "matplotlib", "yaml"})
 
 # Single files that may import more than their room.

@@ -282,6 +282,14 @@ def test_one_seed_is_no_verdict() -> None:
     assert "seeds=3" in c.verdict
 
 
+def test_shares_differ_by_no_more_than_all() -> None:
+    c = made_up({"matched": 0.5, "routed": 0.5}, seeds=2)
+    c.of("routed")[0]["items"]["accuracy"] = [0.0] * 200
+    d = c.difference("routed", "matched")
+    assert (d.low, d.high) == (-1, 1)
+    assert d.direction == "none"
+
+
 def test_balanced_accuracy_counts_each_class_alike() -> None:
     c = made_up({"matched": 0.5, "routed": 0.5}, measure="balanced_accuracy")
     for record in c.of("routed"):
@@ -355,6 +363,9 @@ def test_any_model_of_timm_is_a_backbone(tmp_path: Path) -> None:
         ({"data": blobs(val_fraction=0)}, "Arrays has no validation part"),
         ({"data": Arrays(np.zeros((9, 8, 8)) + np.arange(9)[:, None, None], np.arange(9) % 3, test_fraction=0)},
          "Arrays has no test part"),
+        ({"data": Arrays(np.zeros((9, 8, 8)) + np.arange(9)[:, None, None], np.arange(9) % 3,
+                         x_test=np.ones((1, 8, 8)), y_test=[0])},
+         "Arrays has 1 test item: arms are compared on 2 at least"),
         ({"data": SideBySide(Digits(limit=40)), "label_fractions": (0.1, 1)}, "SideBySide has no label_fraction"),
         ({"arms": [Arm("a", "a", {"name": "linear_head", "num_classes": 2}, "binary_cross_entropy")]},
          "these data have one label an item: take 'cross_entropy', or 'margin'"),
@@ -388,6 +399,53 @@ def test_a_folder_of_another_comparison_is_not_mixed_with_this_one(tmp_path: Pat
     record.write_text(record.read_text()[:-20])
     with pytest.raises(ValueError, match=r"linear-100percent-seed0\.json is no record of a comparison: delete it"):
         compare(blobs(), tmp_path, **settings)
+
+
+@pytest.mark.parametrize("part", ["training", "test"])
+def test_other_items_behind_the_first_batch_are_other_data(part: str, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).random((40, 8, 8))
+
+    def with_changed(part: str) -> Arrays:
+        both = {"training": x.copy(), "test": x.copy()}
+        if part:
+            both[part][-1] = 0.5
+        y = np.arange(40) % 2
+        return Arrays(both["training"], y, x_test=both["test"], y_test=y, batch_size=8, val_fraction=0.2)
+
+    settings = {**QUICK, "seeds": 1, "epochs": 1, "arms": ["linear"]}
+    compare(with_changed(""), tmp_path, **settings)
+    with pytest.raises(ValueError, match="another comparison: data was"):
+        compare(with_changed(part), tmp_path, **settings)
+
+
+@pytest.mark.parametrize("place", ["file", "file/out", "/proc/nothing/out"])
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_trained(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("here already")
+    monkeypatch.setattr(comparison, "run_trial", lambda *rest: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match=r"give the name of a folder|cannot be written .*: give another place"):
+        compare(blobs(), tmp_path / place, **QUICK)
+    with pytest.raises(ValueError, match=r"give the name of a folder|cannot be written .*: give another place"):
+        main(["nowhere", "--out", str(tmp_path / place)])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_outcome_is_said_once_and_short_times_in_seconds(tmp_path: Path) -> None:
+    said: list[str] = []
+    c = compare(blobs(), tmp_path, **{**QUICK, "seeds": 1, "epochs": 1, "say": said.append})
+    assert "\n".join(said).count(c.verdict) == 1
+    assert said[-1] == str(tmp_path / "report.html")
+    assert re.fullmatch(r"1 of 4: linear, seed 0: accuracy \d+\.\d %, \d+\.\d seconds", said[0])
+    assert comparison._duration(2.5) == "2.5 minutes"
+
+
+def test_help_names_what_is_taken_where_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for words in ("each arm (3)", "training each (20)", "every arm (64)", "every arm (0.002)"):
+        assert words in told
 
 
 def test_seeds_can_be_added_later(tmp_path: Path) -> None:

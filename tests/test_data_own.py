@@ -50,6 +50,10 @@ def folder(root: Path, n: int = 6, classes: int = 3, size: tuple[int, int] = (37
         ((1, 16), {}, 1, (16,)),
         ((5, 16), {"kind": "signal"}, 5, (16,)),
         ((16, 5), {"kind": "signal", "layout": "channels_last"}, 5, (16,)),
+        ((4, 16), {}, 4, (16,)),
+        ((4, 16), {"kind": "image"}, 1, (4, 16)),
+        ((16, 4), {"layout": "channels_last"}, 4, (16,)),
+        ((4, 4), {}, 1, (4, 4)),
         ((7, 9), {}, 1, (7, 9)),
         ((7, 9, 3), {}, 3, (7, 9)),
         ((3, 7, 9), {}, 3, (7, 9)),
@@ -457,7 +461,7 @@ def test_preprocessing_takes_pictures_paths_and_arrays_with_channels_on_either_s
 def test_preprocessing_refuses_what_it_was_not_made_for() -> None:
     data = Arrays(bytes_of(20, 9, 7), np.arange(20) % 2)
     spec = data.preprocessing
-    with pytest.raises(ValueError, match="give the image as it was before division by 255"):
+    with pytest.raises(ValueError, match="give the numbers as they were before division by 255"):
         preprocess(spec)(np.full((9, 7), 0.5))
     with pytest.raises(ValueError, match="made for 1 channels"):
         preprocess(spec)(np.zeros((9, 7, 3), np.uint8))
@@ -614,15 +618,229 @@ def test_an_unreadable_image_is_named_by_a_worker(tmp_path: Path) -> None:
         ([["a.png", "x", "holdout"]], "path,label,split", {}, ValueError, "line 2: split is 'holdout'"),
         ([["a.png", "x", "test"]], "path,label,split", {}, ValueError, "has no training images"),
         (
-            [["a.png", "x", "train"], ["a.png", "y", "test"]], "path,label,split", {}, ValueError,
+            [["a.png", "x", "train"], ["c.png", "y", "test"]], "path,label,split", {}, ValueError,
             "line 3: label 'y' is out of range: the training images have x",
         ),
         ([["a.png", "x"]], "path,label", {"class_names": ["x", "y"]}, ValueError, "class 'y' is empty"),
+        (
+            [["a.png", "x"], ["c.png", "x"], ["./a.png", "y"]], "path,label", {}, ValueError,
+            r"a\.png is in line 2 and in line 4: give each image one line, for several labels with separator=",
+        ),
+        (
+            [["a.png", "x", "train"], ["a.png", "x", "test"]], "path,label,split", {}, ValueError,
+            r"a\.png is in line 2 and in line 3",
+        ),
+        ([["a.png", "x", ""]], "path,label,split", {}, ValueError, "line 2: split is ''"),
+        ([["a.png", "x"]], "path,label,split", {}, ValueError, "line 2: split is ''"),
+        ([["a.png", "x"]], "path,label", {"split_column": "fold"}, ValueError, "no column 'fold', but path, label: g"),
+        ([["a.png", "x"]], "path,label", {"separator": ""}, ValueError, "separator='' separates nothing"),
+        ([["a.png", "x", "holdout"]], "path,label,Split", {}, ValueError, "line 2: Split is 'holdout'"),
     ],
 )  # fmt: skip
 def test_a_table_that_makes_no_sense_is_refused_by_line(
     tmp_path: Path, rows: list[list[str]], header: str, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    Image.fromarray(bytes_of(5, 6)).save(tmp_path / "a.png")
+    for name in ("a.png", "c.png"):
+        Image.fromarray(bytes_of(5, 6)).save(tmp_path / name)
     with pytest.raises(error, match=message):
         load(lambda: CSV(str(table(tmp_path / "t.csv", rows, header)), **settings))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("path,label\na.png,\u00e9".encode("latin-1"), r"t\.csv is no text in UTF-8"),
+        ("path,label\na.png,x".encode("utf-16"), r"t\.csv is no text in UTF-8"),
+        (b'path,label\n"a.png,x\n' + b"b.png,y\n" * 30_000, r"t\.csv, line \d+: field larger than field limit"),
+        (b'path,label\n"a.png,x\nb.png,y\n', r"t\.csv, line \d+: unexpected end of data"),
+        (b"", r"t\.csv has no column 'path', but none"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(lambda: CSV(str(tmp_path / "t.csv")))
+
+
+@pytest.mark.parametrize(("column", "word"), [("split", "test"), ("Split", "TEST"), (" SPLIT ", "Testing")])
+def test_columns_and_parts_of_a_table_are_the_same_in_capitals(tmp_path: Path, column: str, word: str) -> None:
+    folder(tmp_path, n=4, classes=2, size=(6, 5), mode="L")
+    rows = [[f"class{k}/{i}.png", str(k), word if i == 3 else "Training"] for k in (0, 1) for i in range(4)]
+    data = CSV(str(table(tmp_path / "t.csv", rows, f"Path,LABEL,{column}")), val_fraction=0)
+    assert sizes(data) == (6, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "names", [("Train", "VAL", "Test"), ("training", "validation", "testing"), ("Training", "Valid", "Testing")]
+)
+def test_folders_of_parts_are_known_in_the_usual_spellings(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for part, n in zip(names, (4, 2, 3), strict=True):
+        folder(tmp_path / part, n=n)
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "boxes.txt").write_text("none")
+    assert sizes(ImageFolder(str(tmp_path))) == (12, 6, 9)
+
+
+@pytest.mark.parametrize(
+    ("images", "empty", "message"),
+    [
+        (("cat/", "dog/", "test/"), (), "holds test, which is a part, beside cat, dog: put classes into train/"),
+        (("cat/", "Train/cat/"), (), "holds Train, which is a part, beside cat"),
+        (("Train/cat/", "training/cat/"), (), "Train and .*training are both called train data: keep one"),
+        (("val/a/", "test/a/"), (), "holds test, val, but no folder train: add one"),
+        (("cat/train/", "cat/test/"), (), r"cat/(train|test) is named like a part, but lies in the folder of a class"),
+        (("photos/train/cat/", "photos/test/cat/"), (), r"photos/test is named like a part"),
+        (("train/cat/", "test/"), (), r"test is empty, it holds no image in a folder of a class \(cat\)"),
+        (("train/cat/",), ("val",), "val is empty, it holds no image in a folder of a class"),
+        (("train/cat/",), ("Testing/cat",), "Testing is empty, it holds no image in a folder of a class"),
+    ],
+)
+def test_folders_of_which_it_is_not_clear_whether_they_are_parts_are_refused(
+    tmp_path: Path, images: tuple[str, ...], empty: tuple[str, ...], message: str
+) -> None:
+    for place in images:
+        (tmp_path / place).mkdir(parents=True)
+        Image.fromarray(bytes_of(5, 6)).save(tmp_path / place / "a.png")
+    for place in empty:
+        (tmp_path / place).mkdir(parents=True)
+    with pytest.raises(ValueError, match=message):
+        load(lambda: ImageFolder(str(tmp_path), val_fraction=0, test_fraction=0))
+
+
+def test_hidden_files_and_folders_hold_no_images(tmp_path: Path) -> None:
+    folder(tmp_path, n=3, classes=2)
+    (tmp_path / "class0" / ".thumbnails").mkdir()
+    for name in ("._0.png", ".thumbnails/0.png", ".DS_Store"):
+        (tmp_path / "class0" / name).write_bytes(b"no image")
+    assert sizes(ImageFolder(str(tmp_path), val_fraction=0, test_fraction=0)) == (6, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (RNG.random((5, 6)).astype(np.float32), r"1\.tif cannot be read as an image \(its pixels are fractions"),
+        (np.full((5, 6), 100_000, np.int32), r"1\.tif cannot be read as an image \(its pixels go from 100000 to"),
+    ],
+)
+@pytest.mark.parametrize("given", [{}, {"image_size": 6, "channels": 1}])
+def test_files_of_numbers_that_are_neither_bytes_nor_words_are_refused(
+    tmp_path: Path, pixels: np.ndarray, message: str, given: dict[str, Any]
+) -> None:
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((5, 6), 7, np.uint16)).save(tmp_path / "a" / "0.png")
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.tif")
+    with pytest.raises(ValueError, match=message):
+        load(lambda: ImageFolder(str(tmp_path), **given, val_fraction=0, test_fraction=0))
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        (("x", "y"), ("x_test", "y_test")),
+        (("x_train", "y_train"), ("x_test", "y_test")),
+        (("train_images", "train_labels"), ("x_test", "y_test")),
+        (("x", "y"), ("test_images", "test_labels")),
+    ],
+)
+def test_an_npz_may_call_its_parts_by_either_name(
+    tmp_path: Path, train: tuple[str, str], test: tuple[str, str]
+) -> None:
+    arrays = {}
+    for (x, y), n in ((train, 20), (test, 8)):
+        arrays[x], arrays[y] = bytes_of(n, 9, 7), np.arange(n) % 4
+    np.savez(tmp_path / "set.npz", **arrays, ids=np.arange(20))
+    assert sizes(NPZ(str(tmp_path / "set.npz"), val_fraction=0)) == (20, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"X_test": NINE, "Y_test": THIRDS}, r"set\.npz holds X_test, which is not read beside x, y"),
+        ({"x_valid": NINE}, "holds x_valid, which is not read"),
+        ({"train_lengths": THIRDS}, "holds train_lengths, which is not read beside x, y"),
+        ({"x_test": NINE}, r"has no 'y_test', but x, x_test, y: x_test and y_test come together"),
+        ({"train_images": NINE, "train_labels": THIRDS}, "holds train_images and x, both train data"),
+        ({"lengths": np.full(9, 3.5)}, r"lengths of x of .*set\.npz: \[0\] is 3.5: give whole numbers"),
+        ({"lengths": 4}, r"lengths of x of .*set\.npz: 1 numbers"),
+        ({"y": np.float64(1)}, r"y of .*set\.npz is \[\]: labels are"),
+        ({"x": np.float64(1)}, r"x of .*set\.npz is \[\]: data are"),
+        ({"x": np.float64(np.nan)}, r"x of .*set\.npz\[0\] holds NaN"),
+        ({"y": np.array([0, 1, 2_000_000_000] * 3)}, r"y of .*set\.npz\[2\] = 2e\+09 is out of range: .* 0 to 999999"),
+    ],
+)
+def test_arrays_of_an_npz_that_would_be_passed_over_or_misread_are_refused(
+    tmp_path: Path, extra: dict[str, Any], message: str
+) -> None:
+    np.savez(tmp_path / "set.npz", **{"x": NINE[:, 0], "y": THIRDS} | extra)
+    with pytest.raises(ValueError, match=message):
+        load(lambda: NPZ(str(tmp_path / "set.npz")))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": np.zeros((9, 16, 5)), "kind": "signal"}, r'x is \[9, 16, 5\]: give layout="channels_last" for signals'),
+        ({"x": np.zeros((9, 16, 4))}, r'x is \[9, 16, 4\]: give layout="channels_last" .* or kind="image"'),
+        ({"x": NINE / 255.0, "x_test": NINE * 1.0}, "x_test: .* but x holds numbers from 0 to 1: divide by 255"),
+        ({"x": NINE / 255.0, "x_test": NINE / 100.0 - 1}, "x_test: numbers from .* bring them to that scale"),
+        ({"x": NINE * 1.5, "x_test": NINE * 40.0}, "x_test: numbers from .* bring them to that scale"),
+        ({"y": [[0], [1, 2]] * 4}, "y holds rows of different lengths"),
+        ({"val_fraction": 0.9, "test_fraction": 0}, "val_fraction=0.9 takes 8 of 9 items and leaves 1, too few"),
+        ({"test_fraction": 0.7, "val_fraction": 0.5}, "class '0' has 1 training item, too few to split off val"),
+    ],
+)  # fmt: skip
+def test_arrays_of_another_scale_order_or_share_are_refused(given: dict[str, Any], message: str) -> None:
+    x, y = given.pop("x", NINE), given.pop("y", THIRDS)
+    parts = {"y_test": THIRDS} if "x_test" in given else {}
+    with pytest.raises(ValueError, match=message):
+        load(lambda: Arrays(x, y, **given, **parts))
+
+
+def test_names_of_labels_may_be_objects_as_in_a_table_of_pandas() -> None:
+    data = Arrays(bytes_of(30, 4, 4), np.array(["dog", "cat", "emu"] * 10, dtype=object))
+    assert data.class_names == ["cat", "dog", "emu"]
+
+
+def test_one_label_each_written_as_several_is_said_to_be_taken_for_several() -> None:
+    with pytest.warns(UserWarning, match=r"y is \[30, 3\] with a single 1 in each row.* give y.argmax\(1\)"):
+        assert Arrays(bytes_of(30, 4, 4), np.eye(3)[np.arange(30) % 3]).multi_label
+
+
+@pytest.mark.parametrize(
+    ("made_of", "given", "message"),
+    [
+        (
+            "bytes",
+            RNG.random((9, 7)),
+            "numbers from .* made of bytes from 0 to 255: give the numbers as they were before",
+        ),
+        ("bytes", np.full((9, 7), -3), "numbers from -3 to -3, .* bring them to that scale"),
+        ("bytes", np.full((9, 7), 256.0), "numbers from 256 to 256, .* bring them to that scale"),
+        ("bytes", np.full((9, 7), 200, np.uint16), "words of 16 bits from 200 to 200, .* give them in that type"),
+        ("words", np.full((9, 7), 200, np.uint8), "bytes from 200 .* of words of 16 bits .* give them in that type"),
+        ("words", np.full((9, 7), 0.5), "give the numbers as they were before division by 65535"),
+        ("words", np.full((9, 7), 70_000), "bring them to that scale"),
+        ("fractions", np.full((9, 7), 200.0), "from 0 to 1: divide by 255"),
+        ("fractions", np.full((9, 7), 200, np.uint8), "from 0 to 1: divide by 255"),
+        ("fractions", np.full((9, 7), 60_000, np.uint16), "from 0 to 1: divide by 65535"),
+        ("fractions", RNG.random((9, 7)) * 2 - 1, "bring them to that scale"),
+        ("others", np.full((9, 7), 9.0), "numbers from 9 to 9, but the model was made of numbers from -2 to 3"),
+        ("bytes", np.full((9, 7), np.nan), "preprocess: it holds NaN or infinity"),
+    ],
+)
+def test_a_model_takes_no_numbers_of_another_scale_than_it_was_made_of(made_of: str, given: Any, message: str) -> None:
+    fractions = np.linspace(0, 1, 20 * 63).reshape(20, 9, 7)
+    x = {
+        "bytes": (255 * fractions).astype(np.uint8), "words": (65535 * fractions).astype(np.uint16),
+        "fractions": fractions, "others": 5 * fractions - 2,
+    }[made_of]  # fmt: skip
+    to_tensor = preprocess(Arrays(x, np.arange(20) % 2).preprocessing)
+    with pytest.raises(ValueError, match=message):
+        to_tensor(given)
+    assert 0 <= to_tensor(x[0]).min() <= to_tensor(x[19]).max() <= 1
+
+
+def test_what_is_new_may_be_a_little_beyond_all_that_was_seen() -> None:
+    signals = preprocess(Arrays(RNG.normal(size=(20, 50)), np.arange(20) % 2).preprocessing)
+    assert signals(np.full(50, 5.0)).max() > 1
+    assert preprocess(Arrays(RNG.random((20, 9, 7)), np.arange(20) % 2).preprocessing)(np.full((9, 7), 1.2)).max() > 1

@@ -367,3 +367,42 @@ def test_examples_of_another_shape_are_told_both_sides() -> None:
     classifier = CapsuleClassifier(**SMALL).fit(X, y)
     with pytest.raises(ValueError, match=r"X \[60, 8, 8\], but it was fitted on \[n, 8, 9\]"):
         classifier.predict(X[:, :, 1:])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"routing": 5}, "routing=5: give a rule"),
+        ({"routing": None}, "routing=None: give a rule"),
+        ({"loss": "mse"}, "loss='mse': give loss"),
+        ({"lr": "fast"}, "lr='fast': give a number"),
+        ({"lr": float("nan")}, "lr=nan: give a number"),
+        ({"weight_decay": -1}, "weight_decay=-1: give a number"),
+        ({"device": "foo"}, "device='foo': torch has no such device"),
+        ({"device": object()}, "torch has no such device"),
+    ],
+)
+def test_settings_of_another_kind_are_refused_before_anything_is_learned(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        CapsuleClassifier(**SMALL, **settings).fit(*patterns(5))
+
+
+@pytest.mark.parametrize("kind", ["datetime64[D]", "timedelta64[s]"])
+def test_times_are_no_numbers(kind: str) -> None:
+    X, y = patterns(5)
+    with pytest.raises(ValueError, match=r"X holds (datetime|timedelta).*: give real numbers"):
+        CapsuleClassifier(**SMALL).fit((100 * X).astype(int).astype(kind), y)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_after_a_fit_that_failed_there_is_no_classifier(before: bool) -> None:
+    X, y = patterns(5)
+    classifier = CapsuleClassifier(**SMALL)
+    if before:
+        classifier.fit(X, y).predict(X)
+    with pytest.raises(ValueError, match="the loss became"):
+        classifier.set_params(lr=1e30, epochs=4).fit(X, y)
+    with pytest.raises(NotFittedError):
+        classifier.predict(X)

@@ -1,5 +1,6 @@
 """From what a user has, arrays or image files, to parts: every look at whether it makes sense is here."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .module import Loaded
 from .parts import FilePart, StoredPart, TensorPart
-from .preprocessing import AXES, DIMS, Header, Kind, Preprocessing, as_tensor, read_header
+from .preprocessing import AXES, DIMS, Header, Kind, Preprocessing, as_tensor, check_scale, full_scale, read_header
 
 __all__ = ["Layout", "Raw", "from_arrays", "from_files"]
 
@@ -19,6 +20,9 @@ Layout = Literal["channels_first", "channels_last"]
 
 IN_MEMORY = 2**30
 """Bytes of image files, read, that are kept in memory by default."""
+
+MOST_CLASSES = 1_000_000
+"""Beyond that a number is no label."""
 
 
 class Raw(NamedTuple):
@@ -42,6 +46,12 @@ def from_arrays(
     """A set in memory. ValueErrors name the array and the item."""
     y, names = _labels(train, class_names)
     _all_there(y, names, train.y_name)
+    if y.dim() == 2 and y.sum(1).eq(1).all():
+        warnings.warn(
+            f"{train.y_name} is {list(y.shape)} with a single 1 in each row. It is taken for several labels that may "
+            "be there at once; where each item has one, give y.argmax(1)",
+            stacklevel=2,
+        )
     x, lengths, kind = _items(train, kind, layout)
     low, high = _value_range(train.x, x, lengths, train.x_name)
     settings = Preprocessing(kind, x.shape[1], tuple(x.shape[2:]), low, high, any_length=lengths is not None)
@@ -53,7 +63,7 @@ def from_arrays(
         if y.dim() != parts[0].labels.dim():
             raise ValueError(f"{other.y_name} holds one label for each item or several, {train.y_name} the other way")
         x, lengths, _ = _items(other, kind, layout)
-        if _full_scale(other.x, x) != _full_scale(train.x, parts[0].raw):
+        if full_scale(other.x, x) != full_scale(train.x, parts[0].raw):
             raise ValueError(
                 f"{other.x_name} and {train.x_name} hold numbers of different types, such as bytes and fractions: make "
                 "them alike"
@@ -65,6 +75,7 @@ def from_arrays(
                 f"{other.x_name} is {list(x.shape)}, but {train.x_name} is {list(parts[0].raw.shape)} (with channels "
                 "first): all parts need the same channels and size"
             )
+        check_scale(other.x, _there(x, lengths), settings, other.x_name, f"{train.x_name} holds")
         parts.append(_part(other, x, y, lengths, settings))
     longest = (max(p.raw.shape[-1] for p in parts),)
     if settings.any_length and longest != settings.size:
@@ -125,17 +136,18 @@ def _part(raw: Raw, x: Tensor, y: Tensor, lengths: Tensor | None, settings: Prep
 def _items(raw: Raw, kind: Kind | None, layout: Layout | None) -> tuple[Tensor, Tensor | None, Kind]:
     """`[n, C, *size]`, the lengths where they differ, and what they are."""
     name = raw.x_name
-    if isinstance(raw.x, list | tuple) or (isinstance(raw.x, np.ndarray) and raw.x.dtype == object):
+    if isinstance(raw.x, list | tuple) or (isinstance(raw.x, np.ndarray) and raw.x.dtype == object and raw.x.ndim):
         items = [as_tensor(item, f"{name}[{i}]") for i, item in enumerate(raw.x)]
         if len({item.shape for item in items}) > 1:
             return _ragged(items, name, kind)
         x = torch.stack(items) if items else torch.empty(0)
     else:
         x = as_tensor(raw.x, name)
-    if not len(x) or x.dim() < 2:
+    if x.dim() < 2 or not x.numel():
         raise ValueError(f"{name} is {list(x.shape)}: data are [n, L], [n, H, W], [n, H, W, C] or [n, C, H, W]")
     if kind is None:
-        signal = x.dim() == 2 or (x.dim() == 3 and x.shape[1] == 1)
+        few, many = min(x.shape[1:]), max(x.shape[1:])
+        signal = x.dim() == 2 or (x.dim() == 3 and (x.shape[1] == 1 or few <= 4 < many))
         kind = "signal" if signal else "volume" if x.dim() == 5 else "image"
     dims, axes = DIMS[kind], AXES[kind]
     if x.dim() == dims + 1:
@@ -146,7 +158,11 @@ def _items(raw: Raw, kind: Kind | None, layout: Layout | None) -> tuple[Tensor, 
         x = x.movedim(-1, 1).contiguous()
     if raw.lengths is None:
         return x, None, kind
-    lengths = as_tensor(raw.lengths, f"lengths of {name}").flatten().long()
+    given = as_tensor(raw.lengths, f"lengths of {name}").flatten()
+    lengths = given.long()
+    if (lengths != given).any():
+        i = int((lengths != given).nonzero()[0])
+        raise ValueError(f"lengths of {name}: [{i}] is {given[i]:g}: give whole numbers")
     if kind != "signal" or lengths.shape != x.shape[:1] or not 1 <= lengths.min() <= lengths.max() <= x.shape[-1]:
         raise ValueError(
             f"lengths of {name}: {len(lengths)} numbers from {lengths.min()} to {lengths.max()} do not fit a {kind} "
@@ -172,6 +188,11 @@ def _ragged(items: list[Tensor], name: str, kind: Kind | None) -> tuple[Tensor, 
 
 def _layout(x: Tensor, kind: Kind, name: str) -> Layout:
     if kind == "signal":
+        if x.shape[1] > x.shape[2]:
+            raise ValueError(
+                f'{name} is {list(x.shape)}: give layout="channels_last" for signals [n, L, C], "channels_first" where '
+                f'there are {x.shape[1]} channels of length {x.shape[2]}, or kind="image"'
+            )
         return "channels_first"
     first, last = x.shape[1] <= 4, x.shape[-1] <= 4
     if first == last:
@@ -184,10 +205,9 @@ def _layout(x: Tensor, kind: Kind, name: str) -> Layout:
 
 def _value_range(raw: Any, x: Tensor, lengths: Tensor | None, name: str) -> tuple[float, float]:
     """The raw values that become 0 and 1."""
-    if (full := _full_scale(raw, x)) is not None:
+    if (full := full_scale(raw, x)) is not None:
         return 0.0, full
-    if lengths is not None:
-        x = x.movedim(1, -1)[torch.arange(x.shape[-1]) < lengths[:, None]]
+    x = _there(x, lengths)
     low, high = x.min().item(), x.max().item()
     if low >= 0 and high <= 1:
         return 0.0, 1.0
@@ -196,20 +216,18 @@ def _value_range(raw: Any, x: Tensor, lengths: Tensor | None, name: str) -> tupl
     return low, high
 
 
-def _full_scale(raw: Any, x: Tensor) -> float | None:
-    """The largest value of bytes and words; other numbers have none."""
-    if x.dtype == torch.uint8:
-        return 255.0
-    return 65535.0 if isinstance(raw, np.ndarray | Tensor) and str(raw.dtype).endswith("uint16") else None
+def _there(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """The numbers of signals without what fills them up."""
+    return x if lengths is None else x.movedim(1, -1)[torch.arange(x.shape[-1]) < lengths[:, None]]
 
 
 def _labels(raw: Raw, names: Sequence[str] | None) -> tuple[Tensor, list[str]]:
     """`[n]` of int64 or `[n, K]` of float32, and the names of the classes."""
     name = raw.y_name
-    y: NDArray[Any] = raw.y.detach().cpu().numpy() if isinstance(raw.y, Tensor) else np.asarray(raw.y)
+    y = _label_array(raw.y, name)
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
-    if not len(y) or y.ndim > 2:
+    if y.ndim not in (1, 2) or not y.size:
         raise ValueError(f"{name} is {list(y.shape)}: labels are [n], or [n, K] of 0 and 1 where several may be there")
     if y.dtype.kind in "US" and y.ndim == 1:
         return _named(y.astype(str), names, name)
@@ -225,12 +243,22 @@ def _labels(raw: Raw, names: Sequence[str] | None) -> tuple[Tensor, list[str]]:
         if y.shape[1] != K:
             raise ValueError(f"{name} speaks of {y.shape[1]} classes, but there are {K}: {', '.join(names or ())}")
         return torch.from_numpy(y.astype(np.float32)), _or_numbers(names, K)
-    K = len(names) if names is not None else int(y[np.isfinite(y)].max(initial=0)) + 1
+    K = len(names) if names is not None else min(int(y[np.isfinite(y)].max(initial=0)) + 1, MOST_CLASSES)
     wrong = ~((y >= 0) & (y < K) & (y == np.floor(y)))
     if wrong.any():
         i = int(wrong.argmax())
         raise ValueError(f"{name}[{i}] = {y[i]:g} is out of range: labels are whole numbers, here 0 to {K - 1}")
     return torch.from_numpy(y.astype(np.int64)), _or_numbers(names, K)
+
+
+def _label_array(y: Any, name: str) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    except ValueError as error:
+        raise ValueError(f"{name} holds rows of different lengths: labels are [n], or [n, K] of 0 and 1") from error
+    if array.dtype == object and array.ndim and all(isinstance(label, str) for label in array.flat):
+        return array.astype(str)  # as tables of pandas hold names
+    return array
 
 
 def _named(y: NDArray[np.str_], names: Sequence[str] | None, where: str) -> tuple[Tensor, list[str]]:

@@ -57,5 +57,11 @@ def split_off(
                 f"off {purpose} data: each class needs {parts}. Give more of it, or {purpose}_fraction=0"
             )
     least = len(names) if labels.dim() == 1 else 1
-    share = stratified(keys, max(least, int(fraction * n + 0.5)), permutation(n, seed, f"split {purpose}"))
+    count = max(least, int(fraction * n + 0.5))
+    if n - count < least:
+        raise ValueError(
+            f"{purpose}_fraction={fraction} takes {count} of {n} items and leaves {n - count}, too few to train on "
+            f"{len(names)} classes: give a smaller one"
+        )
+    share = stratified(keys, count, permutation(n, seed, f"split {purpose}"))
     return np.setdiff1d(np.arange(n), share), share

@@ -54,7 +54,7 @@ class Augment:
     shear: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.shift, self.degrees, self.shear) < 0 or self.shear >= 90:
+        if not all(0 <= value < math.inf for value in (self.shift, self.degrees, self.shear)) or self.shear >= 90:
             raise ValueError(
                 f"Augment: shift={self.shift}, degrees={self.degrees} and shear={self.shear} are the furthest to each "
                 "side: give 0 or more, and a shear below 90"

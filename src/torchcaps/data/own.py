@@ -1,20 +1,21 @@
 """Your own data: arrays, `.npz` files, a folder of images for each class, a CSV of paths and labels."""
 
 import csv
+import os
+import re
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from ._sources import Layout, Raw, from_arrays, from_files
 from .module import LabelledData, Loaded
-from .preprocessing import Kind
+from .preprocessing import IMAGES, Kind
 
 __all__ = ["CSV", "NPZ", "Arrays", "ImageFolder"]
 
@@ -38,7 +39,7 @@ class Arrays(LabelledData):
         y_test: Their labels.
         class_names: In the order of the labels.
         kind: "signal", "image" or "volume" where the axes leave it open: by default `[n, a, b]` is an image, but for
-            a = 1.
+            a = 1, or where one of both is 4 at most and the other is larger.
         layout: "channels_first" or "channels_last" where the axes leave it open.
         **common: The settings of `LabelledData` and `ImageData`.
     """
@@ -73,8 +74,9 @@ class Arrays(LabelledData):
 class NPZ(LabelledData):
     """An `.npz` file: `train_images`, `train_labels`, the same for `val_` and `test_`, as in MedMNIST; or `x` and `y`.
 
-    Parts that are not there are split off. What the arrays may be says `Arrays`. Signals of different lengths are
-    filled up to the longest, and `train_lengths`, ... (or `lengths`) say how long each one is.
+    Parts may also be called `x_train` and `y_train`, or `x` and `y`; `x_val`, `x_test` likewise. Those that are not
+    there are split off. What the arrays may be says `Arrays`. Signals of different lengths are filled up to the
+    longest, and `train_lengths`, `val_lengths`, `test_lengths` (or `lengths`, of x) say how long each one is.
 
     Args:
         path: The file.
@@ -97,19 +99,32 @@ class NPZ(LabelledData):
 
     def _load(self) -> Loaded:
         arrays = _read_npz(Path(self.path))
-        named = "train_images" in arrays or "train_labels" in arrays
-        train = _raw_of(arrays, *(("train_images", "train_labels") if named else ("x", "y")), self.path)
-        val, test = (
-            _raw_of(arrays, f"{part}_images", f"{part}_labels", self.path)
-            if {f"{part}_images", f"{part}_labels"} & arrays.keys()
+        names = [_names_of(arrays, part, self.path) for part in ("train", "val", "test")]
+        train, val, test = (
+            Raw(arrays[n[0]], arrays[n[1]], f"{n[0]} of {self.path}", f"{n[1]} of {self.path}", arrays.get(n[2]))
+            if n
             else None
-            for part in ("val", "test")
+            for n in names
         )
+        if train is None:
+            raise ValueError(
+                f"NPZ: {self.path} has no 'x', but {', '.join(sorted(arrays)) or 'nothing'}: give train_images and "
+                "train_labels (val_, test_ likewise), or x and y"
+            )
+        read = [key for n in names for key in n if key in arrays]
+        for key in sorted(arrays.keys() - set(read)):
+            if {*_PARTS, "lengths"} & set(re.split("[^a-z]+", key.lower())):
+                raise ValueError(
+                    f"NPZ: {self.path} holds {key}, which is not read beside {', '.join(read)}: call parts "
+                    "train_images, train_labels and train_lengths, val_ and test_ likewise, or take it out"
+                )
         return from_arrays(train, val, test, self._names, self.kind, self.layout)
 
 
 class ImageFolder(LabelledData):
     """A folder of images for each class, `root/cat/1.png`, or `root/train/cat/1.png` and the same for val and test.
+
+    Parts may also be called training, valid, validation and testing, in small letters or capitals.
 
     Args:
         root: The folder.
@@ -136,20 +151,23 @@ class ImageFolder(LabelledData):
         root = Path(self.root)
         if not root.is_dir():
             raise FileNotFoundError(f"ImageFolder: there is no folder {root}: give root=, a folder of class folders")
-        inside = {folder.name: folder for folder in _folders(root)}
-        val = next((inside[name] for name in ("val", "valid", "validation") if name in inside), None)
-        test = inside.get("test")
-        split = "train" in inside
-        source = inside["train"] if split else root
+        parts = _parts_in(root)
+        source = parts.get("train", root)
         names = [folder.name for folder in _folders(source)]
         if not names:
             raise FileNotFoundError(f"ImageFolder: {source} holds no folders: give each class a folder of images there")
         train = _listed(source, names)
-        val_files, test_files = (_listed(part, names) if split and part else None for part in (val, test))
+        val_files, test_files = (_listed(parts[part], names) if part in parts else None for part in ("val", "test"))
+        for part, files in (("val", val_files), ("test", test_files)):
+            if files is not None and not files[0]:
+                raise ValueError(
+                    f"ImageFolder: {parts[part]} is empty, it holds no image in a folder of a class "
+                    f"({', '.join(names)}): put some in, or take the folder away"
+                )
         for k, name in enumerate(names):
             if not (train[1] == k).any():
                 raise ValueError(
-                    f"ImageFolder: {source / name} is empty, it holds no image ({', '.join(IMG_EXTENSIONS)}): put "
+                    f"ImageFolder: {source / name} is empty, it holds no image ({', '.join(IMAGES)}): put "
                     "some in, or take the folder away"
                 )
         return from_files(train, val_files, test_files, names, self._size, self.channels, self.in_memory)
@@ -164,6 +182,7 @@ class CSV(LabelledData):
         image_column: The column of paths.
         label_column: The column of labels, names of any kind.
         split_column: The column that says train, val or test for each image. Where the table has none, splits are made.
+            An image stands in one line alone.
         separator: What stands between the labels of an image that may have several, such as "|". No label: nothing.
         class_names: In the order that labels shall have; by default sorted.
         image_size: See `ImageFolder`.
@@ -187,6 +206,8 @@ class CSV(LabelledData):
         **common: Any,
     ) -> None:
         super().__init__(**common)
+        if separator == "":
+            raise ValueError("CSV: separator='' separates nothing: give what stands between labels, such as '|'")
         self.path, self.root = Path(path), Path(path).parent if root is None else Path(root)
         self.columns = image_column, label_column, split_column
         self.separator, self._names = separator, class_names
@@ -220,41 +241,113 @@ class CSV(LabelledData):
 
     def _rows(self) -> list[tuple[str, Path, list[str], int]]:
         """Part, file, labels and line of each image."""
-        image, label, split = self.columns
-        rows = []
+        rows: list[tuple[str, Path, list[str], int]] = []
         if not self.path.is_file():
             raise FileNotFoundError(f"CSV: there is no file {self.path}")
-        with self.path.open(newline="", encoding="utf-8-sig") as file:
-            table = csv.DictReader(file, delimiter="\t" if self.path.suffix == ".tsv" else ",")
-            if missing := [column for column in (image, label) if column not in (table.fieldnames or ())]:
+        seen: dict[str, int] = {}
+        there, lines = self._table()
+        image, label, split = (self._column(there, column) for column in self.columns)
+        for line, row in lines:
+            place, text = self.root / (row[image] or ""), (row[label] or "").strip()
+            if not place.is_file():
+                raise FileNotFoundError(f"CSV: {self.path}, line {line}: there is no file {place}: give root=")
+            labels = [text] if self.separator is None else [s.strip() for s in text.split(self.separator) if s.strip()]
+            if labels == [""]:
+                raise ValueError(f"CSV: {self.path}, line {line}: no label")
+            part = _PARTS.get((row[split] or "").strip().lower()) if split else "train"
+            if part is None:
                 raise ValueError(
-                    f"CSV: {self.path} has no column {missing[0]!r}, but {', '.join(table.fieldnames or ('none',))}: "
-                    "give image_column= and label_column="
+                    f"CSV: {self.path}, line {line}: {split} is {row[split] or ''!r}: take train, val or test"
                 )
-            for row in table:
-                line = table.line_num
-                place, text = self.root / (row[image] or ""), (row[label] or "").strip()
-                if not place.is_file():
-                    raise FileNotFoundError(f"CSV: {self.path}, line {line}: there is no file {place}: give root=")
-                labels = (
-                    [text] if self.separator is None else [s.strip() for s in text.split(self.separator) if s.strip()]
+            first = seen.setdefault(os.path.normpath(place), line)
+            if first != line:
+                raise ValueError(
+                    f"CSV: {self.path}: {place} is in line {first} and in line {line}: give each image one line, "
+                    "for several labels with separator="
                 )
-                if labels == [""]:
-                    raise ValueError(f"CSV: {self.path}, line {line}: no label")
-                part = _SPLITS.get((row.get(split) or "train").strip().lower())
-                if part is None:
-                    raise ValueError(
-                        f"CSV: {self.path}, line {line}: {split} is {row[split]!r}: take train, val or test"
-                    )
-                rows.append((part, place, labels, line))
+            rows.append((part, place, labels, line))
         return rows
 
+    def _table(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+        """Names of columns, and the rows with the numbers of their lines. ValueError where it is no table in UTF-8."""
+        with self.path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file, delimiter="\t" if self.path.suffix == ".tsv" else ",", strict=True)
+            try:
+                return list(table.fieldnames or ()), [(table.line_num, row) for row in table]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"CSV: {self.path} is no text in UTF-8 ({error}): save it as UTF-8") from error
+            except csv.Error as error:
+                raise ValueError(
+                    f"CSV: {self.path}, line {table.line_num}: {error}: mend it there, or an open quotation mark above"
+                ) from error
 
-_SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+    def _column(self, there: list[str], wanted: str) -> str:
+        """The column of this name, small letters and capitals being the same; "" where there is no split column."""
+        found = [wanted] if wanted in there else [c for c in there if c.strip().lower() == wanted.strip().lower()]
+        if len(found) == 1:
+            return found[0]
+        split = self.columns[2]
+        if wanted == split == "split" and not found:
+            return ""
+        raise ValueError(
+            f"CSV: {self.path} has no column {wanted!r}, but {', '.join(there) or 'none'}: give "
+            f"{'split_column=' if wanted == split else 'image_column= and label_column='}"
+        )
+
+
+_PARTS = {
+    "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
+    "testing": "test",
+}  # fmt: skip
+"""How parts are called, in small letters."""
 
 
 def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _parts_in(root: Path) -> dict[str, Path]:
+    """The folders of a root that are parts and not classes, by "train", "val" and "test"; none where it holds classes.
+
+    Raises ValueError where it cannot be told.
+    """
+    parts: dict[str, Path] = {}
+    classes = []
+    for folder in _folders(root):
+        part = _PARTS.get(folder.name.lower())
+        if part is None:
+            classes.append(folder)
+        elif part in parts:
+            raise ValueError(f"ImageFolder: {parts[part]} and {folder} are both called {part} data: keep one of them")
+        else:
+            parts[part] = folder
+    if parts and (beside := [folder for folder in classes if next(_images(folder), None)]):
+        raise ValueError(
+            f"ImageFolder: {root} holds {', '.join(f.name for f in parts.values())}, which is a part, beside "
+            f"{', '.join(f.name for f in beside)}: put classes into train/, val/ and test/, or give the folder another "
+            "name if it is a class"
+        )
+    if parts and "train" not in parts:
+        raise ValueError(
+            f"ImageFolder: {root} holds {', '.join(f.name for f in parts.values())}, but no folder train: add one, or "
+            "put the folders of the classes there"
+        )
+    for folder in parts.values() if parts else [root]:
+        for inner in (inner for each in _folders(folder) for inner in _folders(each)):
+            if inner.name.lower() in _PARTS and next(_images(inner), None):
+                raise ValueError(
+                    f"ImageFolder: {inner} is named like a part, but lies in the folder of a class: give root= the "
+                    "folder in which train/ and test/ lie, with the classes in them"
+                )
+    return parts
+
+
+def _images(folder: Path) -> Iterator[Path]:
+    """The image files in a folder and those in it, but for hidden ones."""
+    hidden = re.compile(r"(^|[/\\])\.")
+    return (
+        p for p in folder.rglob("*") if p.suffix.lower() in IMAGES and not hidden.search(str(p.relative_to(folder)))
+    )
 
 
 def _listed(root: Path, names: list[str]) -> tuple[list[Path], Tensor]:
@@ -264,9 +357,7 @@ def _listed(root: Path, names: list[str]) -> tuple[list[Path], Tensor]:
             raise ValueError(
                 f"ImageFolder: {folder} is out of range, no class of the training part: these are {', '.join(names)}"
             )
-        found = sorted(
-            p for p in folder.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS and not p.name.startswith(".")
-        )
+        found = sorted(_images(folder))
         files += found
         labels += [names.index(folder.name)] * len(found)
     return files, torch.tensor(labels, dtype=torch.int64)
@@ -282,17 +373,22 @@ def _read_npz(path: Path) -> dict[str, Any]:
             return dict(file)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"NPZ: {path} cannot be read ({error}): write it with numpy.savez, with arrays of numbers; signals of "
-            "different lengths filled up to the longest, and their lengths"
+            f"NPZ: {path} cannot be read ({error}): write it with numpy.savez, with arrays of numbers, and names as "
+            "y.astype(str); signals of different lengths filled up to the longest, and their lengths"
         ) from error
 
 
-def _raw_of(arrays: dict[str, Any], x: str, y: str, path: str) -> Raw:
+def _names_of(arrays: dict[str, Any], part: str, path: str) -> tuple[str, ...]:
+    """What data, labels and lengths of a part are called, out of the names they may have; () where it is not there."""
+    pairs = [(f"{part}_images", f"{part}_labels"), (f"x_{part}", f"y_{part}"), *([("x", "y")] * (part == "train"))]
+    there = [pair for pair in pairs if set(pair) & arrays.keys()]
+    if not there:
+        return ()
+    x, y = there[0]
+    if len(there) > 1:
+        raise ValueError(f"NPZ: {path} holds {x} and {there[1][0]}, both {part} data: take one of them out")
     if missing := [key for key in (x, y) if key not in arrays]:
         raise ValueError(
-            f"NPZ: {path} has no {missing[0]!r}, but {', '.join(sorted(arrays)) or 'nothing'}: give train_images and "
-            "train_labels (val_, test_ likewise), or x and y"
+            f"NPZ: {path} has no {missing[0]!r}, but {', '.join(sorted(arrays))}: {x} and {y} come together"
         )
-    part = x.removesuffix("images")
-    lengths = arrays.get("lengths" if part == "x" else f"{part}lengths")
-    return Raw(arrays[x], arrays[y], f"{x} of {path}", f"{y} of {path}", lengths)
+    return x, y, "lengths" if x == "x" else f"{part}_lengths"

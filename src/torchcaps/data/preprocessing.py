@@ -14,11 +14,15 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from .augment import centre
 
-__all__ = ["preprocess"]
+__all__ = ["IMAGES", "preprocess"]
+
+IMAGES = (*IMG_EXTENSIONS, ".gif")
+"""Endings of image files that folders are searched for."""
 
 Kind = Literal["signal", "image", "volume"]
 DIMS: dict[str, int] = {"signal": 1, "image": 2, "volume": 3}
@@ -75,7 +79,7 @@ def preprocess(spec: dict[str, Any]) -> Callable[[Any], Tensor]:
     pictures are scaled by their own depth of 8 or 16 bits.
 
     Raises ValueError for a spec of another version, and for input of another size (images are resized), other channels,
-    or numbers that are no raw values.
+    or numbers of another scale: see `check_scale`.
 
     >>> import numpy as np
     >>> to_tensor = preprocess({"version": 1, "kind": "image", "channels": 1, "size": [8, 8], "range": [0, 255],
@@ -122,7 +126,9 @@ class _Preprocess:
 
     def _array(self, raw: Any) -> Tensor:
         s, dims = self.settings, DIMS[self.settings.kind]
-        x = as_tensor(raw, "preprocess")
+        x = _numbers(raw, "preprocess: it")
+        if not x.isfinite().all():
+            raise ValueError("preprocess: it holds NaN or infinity")
         first = x.dim() == dims + 1 and x.shape[0] == s.channels
         last = x.dim() == dims + 1 and x.shape[-1] == s.channels
         if x.dim() == dims and s.channels == 1:
@@ -135,17 +141,42 @@ class _Preprocess:
                 f"preprocess: {list(x.shape)}, but the model was made for {s.channels} channels: give "
                 f"[{s.channels}, {axes}]" + (f" or [{axes}]" if s.channels == 1 else "")
             )
-        top = x.max().item() if x.numel() and x.is_floating_point() else s.high
-        if s.high == 255 and 0 < top <= 1:
-            raise ValueError(
-                f"preprocess: numbers up to {top:g}, but the model was made of bytes, 0 to 255: give the image as it "
-                "was before division by 255"
-            )
-        if s.high == 1 and x.dtype == torch.uint8 and x.max() > 1:
-            raise ValueError(
-                f"preprocess: bytes up to {x.max()}, but the model was made of numbers from 0 to 1: divide by 255"
-            )
+        if x.numel():
+            check_scale(raw, x, s, "preprocess", "the model was made of")
         return x
+
+
+def full_scale(raw: Any, x: Tensor) -> float | None:
+    """The largest value of bytes and words, `x` being raw as a tensor; other numbers have none."""
+    if x.dtype == torch.uint8:
+        return 255.0
+    return 65535.0 if isinstance(raw, np.ndarray | Tensor) and str(raw.dtype).endswith("uint16") else None
+
+
+def check_scale(raw: Any, x: Tensor, settings: Preprocessing, name: str, made_of: str) -> None:
+    """ValueError where numbers cannot be of the scale that `settings` take for 0..1; `x` is raw as a tensor.
+
+    Of bytes and words nothing lies outside. Numbers from 0 to 1 may be beyond by a half, others by as much as their
+    smallest and largest are apart: what is new may be a little more than all that was seen.
+    """
+    low, high, own = settings.low, settings.high, full_scale(raw, x)
+    least, top = x.min().item(), x.max().item()
+    scales = {255.0: "bytes", 65535.0: "words of 16 bits"}
+    wanted = scales.get(high, "numbers") if low == 0 else "numbers"
+    held = scales.get(own or 0.0, "numbers")
+    said = f"{name}: {held} from {least:g} to {top:g}, but {made_of} {wanted} from {low:g} to {high:g}"
+    if wanted != "numbers":
+        if own not in (None, high):
+            raise ValueError(f"{said}: give them in that type")
+        if own is None and 0 < top <= 1:
+            raise ValueError(f"{said}: give the numbers as they were before division by {high:g}")
+        room = 0.0
+    else:
+        room = 0.5 if (low, high) == (0, 1) else high - low
+    if least < low - room or top > high + room:
+        full = own or (255.0 if top <= 255 else 0.0)
+        divided = (low, high) == (0, 1) and least >= 0 and full
+        raise ValueError(f"{said}: {f'divide by {full:g}' if divided else 'bring them to that scale'}")
 
 
 def scale(raw: Tensor, low: float, high: float) -> Tensor:
@@ -166,17 +197,21 @@ def resize(x: Tensor, size: Sequence[int]) -> Tensor:
 
 def as_tensor(raw: Any, name: str) -> Tensor:
     """Numbers as bytes, where they are bytes, or else as float32; ValueError where they are none, or not finite."""
+    tensor = _numbers(raw, name)
+    bad = ~(tensor.isfinite().flatten(1).all(1) if tensor.dim() > 1 else torch.atleast_1d(tensor.isfinite()))
+    if bad.any():
+        i = int(bad.nonzero()[0])
+        raise ValueError(f"{name}[{i}] holds NaN or infinity ({int(bad.sum())} of {len(bad)} do): leave these out")
+    return tensor
+
+
+def _numbers(raw: Any, name: str) -> Tensor:
     array = raw.detach().cpu().numpy() if isinstance(raw, Tensor) else np.asarray(raw)
     if array.dtype.kind not in "buif":
         raise ValueError(f"{name} holds {array.dtype}: real numbers are needed")
     if array.dtype == np.uint8:
         return torch.from_numpy(np.require(array, requirements=["C", "W"]))
-    tensor = torch.from_numpy(np.require(array, np.float32, ["C", "W"]))
-    bad = ~tensor.isfinite().flatten(1).all(1) if tensor.dim() > 1 else ~tensor.isfinite()
-    if bad.any():
-        i = int(bad.nonzero()[0])
-        raise ValueError(f"{name}[{i}] holds NaN or infinity ({int(bad.sum())} of {len(bad)} do): leave these out")
-    return tensor
+    return torch.from_numpy(np.require(array, np.float32, ["C", "W"]))
 
 
 class Header(NamedTuple):
@@ -196,6 +231,8 @@ def read_header(path: Path) -> Header:
             if picture.getexif().get(_ORIENTATION, 1) >= 5:  # stored on its side
                 width, height = height, width
             mode = picture.mode
+            if mode == "F":
+                raise ValueError(_FRACTIONS)
             return Header(1 if mode in _GREY or mode in _DEEP else 3, mode in _DEEP, (height, width))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise _unreadable(str(path), error) from error
@@ -221,12 +258,17 @@ def decode_image(file: Path | BinaryIO, name: str, channels: int) -> Tensor:
 _ORIENTATION = 0x0112
 _GREY = {"1", "L", "LA", "La"}
 _DEEP = {"I;16", "I;16L", "I;16B", "I;16N", "I"}
+_FRACTIONS = "its pixels are fractions: 8 or 16 bits are read; write it so, or give arrays"
 
 
 def _picture(picture: Image.Image, channels: int) -> Tensor:
     turned = ImageOps.exif_transpose(picture)
+    if turned.mode == "F":
+        raise ValueError(_FRACTIONS)
     if turned.mode in _DEEP:
         words = torch.from_numpy(np.asarray(turned).astype(np.float32))
+        if words.min() < 0 or words.max() > 65535:
+            raise ValueError(f"its pixels go from {words.min():g} to {words.max():g}: 8 or 16 bits are read")
         return words.expand(channels, -1, -1)
     pixels: NDArray[np.uint8] = np.array(turned.convert("L" if channels == 1 else "RGB"))
     return torch.from_numpy(pixels)[None] if channels == 1 else torch.from_numpy(pixels).movedim(-1, 0).contiguous()

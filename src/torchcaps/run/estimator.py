@@ -14,7 +14,8 @@ few convolutions (of a vector: linear layers), becomes capsules at every place, 
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -124,6 +125,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         name = type(self).__name__
         for setting in ("epochs", "batch_size", "n_iter_no_change"):
             positive(name, setting, getattr(self, setting))
+        self._check_settings(name)
+        if "n_iter_" in vars(self):  # the last thing that a fit sets: until then there is no classifier
+            del self.n_iter_
         X, y = self._validate(X, y, fitting=True)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
@@ -162,6 +166,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         return self._prepare(self._validate(X))
 
+    def __sklearn_is_fitted__(self) -> bool:
+        return "n_iter_" in vars(self)
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.three_d_array = True
@@ -174,6 +181,23 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             state["model_"] = copy.deepcopy(state["model_"]).cpu()
         return state
 
+    def _check_settings(self, name: str) -> None:
+        """ValueError where a setting is of another kind than the ones above."""
+        if not isinstance(self.routing, Rule | str | Mapping):
+            raise ValueError(f"{name}: routing={self.routing!r}: give a rule such as Dynamic(), or its name")
+        if self.loss is not None and not callable(self.loss):
+            raise ValueError(f"{name}: loss={self.loss!r}: give loss(scores, y), such as MarginLoss(), or None")
+        for setting in ("lr", "weight_decay"):
+            value = getattr(self, setting)
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < np.inf:
+                raise ValueError(f"{name}: {setting}={value!r}: give a number, 0 or more")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError, TypeError) as error:  # what torch says, by device
+            raise ValueError(
+                f"{name}: device={self.device!r}: torch has no such device here: give 'cpu', or one that it has"
+            ) from error
+
     def _validate(self, X: Any, y: Any = None, *, fitting: bool = False) -> Any:
         """The door: X as an array of numbers of a shape that can be read, with y where there is one."""
         name = type(self).__name__
@@ -183,6 +207,8 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         given = (X, y) if fitting else (X,)
         checked = validate_data(self, *given, reset=fitting, dtype="numeric", allow_nd=True, ensure_all_finite=finite)
         X = checked[0] if fitting else checked
+        if X.dtype.kind not in "buif":
+            raise ValueError(f"{name}: X holds {X.dtype}: give real numbers, of times such as seconds since the first")
         kind = self.kind or _BY_DIMENSIONS.get(X.ndim)
         allowed = (2,) if kind == "vectors" else (_AXES[kind] + 1, _AXES[kind] + 2) if kind else ()
         if X.ndim not in allowed or 0 in X.shape[1:]:
@@ -258,10 +284,10 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
                 best, best_epoch, best_weights = held_out_loss, epoch, copy.deepcopy(model.state_dict())
             elif epoch - best_epoch >= self.n_iter_no_change:
                 break
-        self.n_iter_ = len(self.history_["loss"])
         if best_weights:
             model.load_state_dict(best_weights)
         model.eval()
+        self.n_iter_: int = len(self.history_["loss"])
 
     def _loss(self, scores: Tensor, target: Tensor) -> Tensor:
         if self.loss is not None:

@@ -7,18 +7,20 @@ Both take images `[N, C, *size]` of any N and give probabilities `[N, K]`: what 
 read back and run at batches of 1, 3 and 8, and kept only where the largest difference stays below the tolerance.
 """
 
-import os
+import io
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchcaps.run.files import check_place, write_whole
 from torchcaps.training import probabilities
 from torchcaps.training.scores import Link
 
-__all__ = ["TOLERANCE", "export"]
+__all__ = ["ENDINGS", "TOLERANCE", "export"]
 
 BATCHES = (1, 3, 8)
 TOLERANCE = 1e-4
@@ -36,7 +38,7 @@ class _Probabilities(nn.Module):
 
 def export(
     model: nn.Module,
-    path: str | os.PathLike[str],
+    path: str | PathLike[str],
     shape: Sequence[int],
     *,
     multi_label: bool = False,
@@ -45,29 +47,25 @@ def export(
 ) -> float:
     """Write the model to `path` (.pt2 or .onnx) for inputs `[N, *shape]`, and return the largest difference found.
 
-    Raises ValueError for another ending, and where the file differs from the model by more than `tolerance`: then no
-    file is left.
+    Raises ValueError for another ending or a place that cannot be written, and where the file differs from the
+    model by more than `tolerance`: then no file is left.
     """
     path = Path(path)
     if path.suffix not in _WRITERS:
         raise ValueError(f"{path}: the ending says what to write: {' or '.join(_WRITERS)}")
+    check_place(path)
     whole = _Probabilities(model, multi_label, link).eval()
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.rand(N, *shape, generator=generator) for N in BATCHES]
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with torch.no_grad():
-            found = _WRITERS[path.suffix](whole, part, inputs)
-            worst = max(float((a - whole(x)).abs().max()) for a, x in zip(found, inputs, strict=True))
-        if not worst <= tolerance:
-            raise ValueError(
-                f"{path} was not written: at batches of {', '.join(map(str, BATCHES))} its probabilities differ from "
-                f"the model's by up to {worst:.2e}, more than {tolerance:g}"
-            )
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with torch.no_grad():
+        content, found = _WRITERS[path.suffix](whole, inputs)
+        worst = max(float((a - whole(x)).abs().max()) for a, x in zip(found, inputs, strict=True))
+    if not worst <= tolerance:
+        raise ValueError(
+            f"{path} was not written: at batches of {', '.join(map(str, BATCHES))} its probabilities differ from the "
+            f"model's by up to {worst:.2e}, more than {tolerance:g}"
+        )
+    write_whole(path, content)
     return worst
 
 
@@ -76,23 +74,32 @@ def _program(model: nn.Module, inputs: list[Tensor]) -> torch.export.ExportedPro
     return torch.export.export(model, (inputs[1],), dynamic_shapes=({0: batch},), strict=False)
 
 
-def _write_program(model: nn.Module, path: Path, inputs: list[Tensor]) -> list[Tensor]:
-    torch.export.save(_program(model, inputs), path)
-    loaded: Any = torch.export.load(path).module()
-    return [loaded(x) for x in inputs]
+# into memory first: torch ends the process where its own writer finds no room on a disk
 
 
-def _write_onnx(model: nn.Module, path: Path, inputs: list[Tensor]) -> list[Tensor]:
+def _write_program(model: nn.Module, inputs: list[Tensor]) -> tuple[bytes, list[Tensor]]:
+    file = io.BytesIO()
+    torch.export.save(_program(model, inputs), file)
+    content = file.getvalue()
+    loaded: Any = torch.export.load(io.BytesIO(content)).module()
+    return content, [loaded(x) for x in inputs]
+
+
+def _write_onnx(model: nn.Module, inputs: list[Tensor]) -> tuple[bytes, list[Tensor]]:
     import onnxruntime
 
-    torch.onnx.export(
-        _program(model, inputs), (), path, input_names=["images"], output_names=["probabilities"], dynamo=True,
+    program = torch.onnx.export(
+        _program(model, inputs), (), input_names=["images"], output_names=["probabilities"], dynamo=True,
         external_data=False, verbose=False,
     )  # fmt: skip
+    assert program is not None
+    content = program.model_proto.SerializeToString()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return [torch.from_numpy(session.run(None, {"images": x.numpy()})[0]) for x in inputs]
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return content, [torch.from_numpy(session.run(None, {"images": x.numpy()})[0]) for x in inputs]
 
 
 _WRITERS = {".pt2": _write_program, ".onnx": _write_onnx}
+ENDINGS = tuple(_WRITERS)
+"""Of files."""

@@ -22,6 +22,7 @@ from torchcaps.data import (
 )
 from torchcaps.run.compare.arms import STANDARD
 from torchcaps.run.compare.comparison import MEASURES, Comparison, compare, default_optimization
+from torchcaps.run.files import check_place
 
 __all__ = ["main", "open_data"]
 
@@ -68,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> Comparison:
     parser.add_argument("--out", required=True, help="folder for report.html, results.csv, results.json, records/")
     parser.add_argument("--name", help="of the data in the report; by default that of the file or folder")
     parser.add_argument("--root", default="data", help="folder of torchvision's sets")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seeds", type=int, default=3, help="so many networks of each arm (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=20, help="of training each (%(default)s)")
+    parser.add_argument("--batch_size", type=int, default=64, help="of every arm (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW, of every arm (%(default)s)")
     parser.add_argument("--arms", nargs="+", choices=STANDARD, help="all four by default")
     parser.add_argument("--backbone", help="a model of timm's, such as resnet18; by default three convolutions")
     parser.add_argument("--pretrained", action="store_true", help="load timm's weights into it")
@@ -87,11 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> Comparison:
     parser.add_argument("--precision", default="32-true", help="such as bf16-mixed")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     given = parser.parse_args(arguments)
+    check_place(Path(given.out), folder=True)
     augment = Augment(shift=given.shift, flip=given.flip, degrees=given.degrees)
     data = open_data(
         given.data, given.root, batch_size=given.batch_size, augment=None if augment == Augment() else augment
     )
-    comparison = compare(
+    return compare(
         data,
         given.out,
         seeds=given.seeds,
@@ -108,8 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> Comparison:
         label_fractions=given.label_fractions,
         name=given.name or Path(given.data).stem,
     )
-    print(comparison)
-    return comparison
 
 
 def _backbone(name: str | None, pretrained: bool) -> dict[str, Any] | None:

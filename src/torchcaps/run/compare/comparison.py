@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from torchcaps.run.compare.trial import (
     run_trial,
     with_fraction,
     write_json,
-    write_whole,
 )
+from torchcaps.run.files import check_place, write_whole
 from torchcaps.training import Optimization
 from torchcaps.types import whole
 
@@ -96,7 +96,7 @@ def compare(
     robustness       test the networks of all labels also on items made harder (panel.py).
     label_fractions  shares of the training labels, such as (0.05, 0.2, 1): each adds a network for each arm and seed.
     name             of the data, for the report.
-    say              called with a line for each network that is ready.
+    say              called with a line for each network that is ready, and with the outcome.
 
     On one machine, with one version of torch and one number of threads, the numbers are the same each time on a CPU;
     times are not. Raises ValueError where arguments, data or what lies in `out` do not fit.
@@ -114,12 +114,14 @@ def compare(
     measure = _measure(data, measure)
     fractions = _fractions(data, label_fractions)
     _check_parts(data, robustness)
+    folder = Path(out)
+    for place in (folder, folder / "records"):
+        check_place(place, folder=True)
     with isolate_rng(include_cuda=torch.cuda.is_available()):
         chosen = chosen_arms(standard_arms(data, backbone, routing, head), arms)
         modules = {arm.key: make_module(arm, data, budget) for arm in chosen}
         costs = {key: count(module, data, precision, budget.device) for key, module in modules.items()}
     steps = epochs * len(data.train_dataloader())
-    folder = Path(out)
     same = _same_for_all(data, budget)
     bench, panel = None, None
     if robustness:
@@ -140,8 +142,8 @@ def compare(
             write_json(path, {"of": of, **found})
             record = read_record(path, of)
             assert record is not None
-        value, minutes = record["metrics"][measure], record["minutes"]
-        say(f"{number} of {len(trials)}: {trial}: {MEASURES[measure]} {100 * value:.1f} %, {minutes:.1f} minutes")
+        value, took = record["metrics"][measure], _duration(record["minutes"])
+        say(f"{number} of {len(trials)}: {trial}: {MEASURES[measure]} {100 * value:.1f} %, {took}")
         records.append({key: value for key, value in record.items() if key != "of"})
     # timed when everything else is done
     batch = next(iter(data.test_dataloader()))
@@ -158,7 +160,7 @@ def compare(
         labels=None if data.multi_label else np.concatenate([y.numpy() for _, y, *_ in data.test_dataloader()]),
     )
     comparison.write(folder)
-    say(comparison.verdict)
+    say(str(comparison))
     say(f"{folder / 'report.html'}")
     return comparison
 
@@ -199,7 +201,9 @@ class Comparison:
         if of == "balanced_accuracy":
             assert self.labels is not None
             tables = [table * class_weights(self.labels) for table in tables]
-        return paired(*tables, names=(a, b), of=of)
+        d = paired(*tables, names=(a, b), of=of)
+        # shares differ by 1 at most, however wide the interval of few seeds is
+        return d if of == "nll" else replace(d, low=max(d.low, -1.0), high=min(d.high, 1.0))
 
     @property
     def verdict(self) -> str:
@@ -260,6 +264,10 @@ def verdict(c: Comparison) -> str:
     return f"On {c.name} ({n:,} test items, {k} seeds) {', and '.join(parts)}."
 
 
+def _duration(minutes: float) -> str:
+    return f"{60 * minutes:.1f} seconds" if minutes < 1 else f"{minutes:.1f} minutes"
+
+
 def _points(d: Difference) -> str:
     return f"{100 * d.mean:+.1f} points, 95 % interval {100 * d.low:+.1f} to {100 * d.high:+.1f}"
 
@@ -317,8 +325,13 @@ def _check_parts(data: ImageData, robustness: bool) -> None:
             f"{type(data).__name__} has no validation part, which the calibrated columns are fitted on: give one, or a "
             "val_fraction above 0"
         )
-    if parts.test is None or len(parts.test) < 2:
+    if parts.test is None:
         raise ValueError(f"{type(data).__name__} has no test part: give one, or a test_fraction above 0")
+    if len(parts.test) < 2:
+        raise ValueError(
+            f"{type(data).__name__} has {len(parts.test)} test item: arms are compared on 2 at least, and on some "
+            "hundreds to tell them apart"
+        )
     if robustness and not isinstance(data.test_dataloader().view, View):
         raise ValueError(f"{type(data).__name__} gives no item twice: take robustness=False")
 
@@ -349,15 +362,16 @@ def _is_plain(value: object) -> bool:
 
 
 def _fingerprint(data: ImageData) -> str:
-    """Of each part its size and its first batch: enough to tell one set, or one split, from another."""
+    """Of each part its size and all batches of an epoch: a comparison does not go on with other data."""
     digest = hashlib.sha256()
     loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
     for loader in loaders:
         assert not isinstance(loader, list)
         digest.update(json.dumps([len(loader), loader.batch_sampler.items]).encode())
         loader.batch_sampler.shuffle = False
-        for part in next(iter(loader)):
-            digest.update(part.numpy().tobytes())
+        for batch in loader:
+            for part in batch:
+                digest.update(part.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -7,7 +7,6 @@ what it is of; a comparison that was stopped reads those it has and trains the o
 import copy
 import json
 import math
-import os
 import sys
 import time
 import warnings
@@ -26,9 +25,10 @@ from torchcaps.data import ImageData, LabelledData
 from torchcaps.run.compare.arms import Arm, make_loss
 from torchcaps.run.compare.measures import by_item, pairs_named, summary, temperature
 from torchcaps.run.compare.panel import PANEL, Bench
+from torchcaps.run.files import write_whole
 from torchcaps.training import CapsuleHealth, Classification, Optimization, quiet
 
-__all__ = ["Budget", "Trial", "read_record", "run_trial", "with_fraction", "write_json", "write_whole"]
+__all__ = ["Budget", "Trial", "read_record", "run_trial", "with_fraction", "write_json"]
 
 Select = Literal["last", "best"]
 
@@ -136,17 +136,6 @@ def read_record(path: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
 def write_json(path: Path, value: Any) -> None:
     """A JSON file; what is no finite number is null."""
     write_whole(path, json.dumps(_finite(value), allow_nan=False) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file that is whole or not there, or as it was before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 class _History(Callback):
