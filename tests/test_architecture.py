@@ -50,7 +50,8 @@ MAY = {
     "explain": May({"types", "routing"}, {"matplotlib", "numpy", "sklearn"}),
 }
 MAY["run"] = May(set(MAY), EXTRAS)
-MAY["cli"] = May({*MAY, "run"}, {*EXTRAS, "filelock", "yaml"})
+# filelock comes with torch, lightning_fabric with pytorch-lightning
+MAY["cli"] = May({*MAY, "run"}, {*EXTRAS, "filelock", "lightning_fabric", "yaml"})
 MAY["reproduce"] = May({*MAY, "run", "cli"}, {"filelock", "matplotlib", "yaml"})
 
 # Single files that may import more than their room.

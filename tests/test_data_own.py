@@ -270,6 +270,12 @@ def test_filled_up_signals_with_lengths_are_the_same_as_a_list(tmp_path: Path) -
             assert not one[0][~one[2][:, None]].any()
 
 
+def test_arrays_with_lengths_are_signals_however_many_channels_they_have(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.eye(12)[:, None].repeat(8, 1), y=np.arange(12) % 2, lengths=np.full(12, 9))
+    data = NPZ(tmp_path / "a.npz")
+    assert (data.preprocessing["kind"], data.in_chans) == ("signal", 8)
+
+
 def test_augmentation_of_signals_of_different_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match="augment is not for signals of different lengths"):
         Arrays([np.ones(i % 3 + 2) * i for i in range(40)], np.arange(40) % 2, augment=Augment(shift=1)).setup()

@@ -318,3 +318,33 @@ def test_em_capsules_are_explained_by_their_activations() -> None:
     with torch.no_grad():
         children = model.primary(model.stem(image))
     assert torch.equal(look(model, image).of()[0].presence, children.activations)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [torch.zeros(0, 1, 13, 11), torch.zeros(2, 1, 13, 11, dtype=torch.uint8), torch.full((2, 1, 13, 11), torch.nan)],
+    ids=["none", "bytes", "nan"],
+)
+def test_what_are_no_images_is_refused_by_all_that_look(broken: Tensor) -> None:
+    model, images = model_and_images("capsnet", 8)
+    labels = torch.zeros(len(broken), dtype=torch.long)
+    for looks in (
+        lambda: coupling_maps(model, broken),
+        lambda: routing_trace(model, broken),
+        lambda: saliency(model, broken),
+        lambda: reconstructions(model, broken, labels),
+        lambda: decoder_check(model, broken, images),
+        lambda: decoder_check(model, images, broken),
+        lambda: pose_sweep(model, broken[:1]),
+    ):
+        with pytest.raises(ValueError, match=r"images must be|one image at a time"):
+            looks()
+    with pytest.raises(ValueError, match="capsule 4 is not there: the classes are 0 to 3"):
+        pose_sweep(model, images[0], 4)
+
+
+def test_saliency_works_where_gradients_are_off() -> None:
+    model, images = model_and_images("capsnet")
+    wanted = saliency(model, images)
+    with torch.inference_mode():
+        assert torch.equal(saliency(model, images), wanted)

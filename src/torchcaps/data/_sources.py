@@ -147,7 +147,7 @@ def _items(raw: Raw, kind: Kind | None, layout: Layout | None) -> tuple[Tensor, 
         raise ValueError(f"{name} is {list(x.shape)}: data are [n, L], [n, H, W], [n, H, W, C] or [n, C, H, W]")
     if kind is None:
         few, many = min(x.shape[1:]), max(x.shape[1:])
-        signal = x.dim() == 2 or (x.dim() == 3 and (x.shape[1] == 1 or few <= 4 < many))
+        signal = x.dim() == 2 or (x.dim() == 3 and (raw.lengths is not None or x.shape[1] == 1 or few <= 4 < many))
         kind = "signal" if signal else "volume" if x.dim() == 5 else "image"
     dims, axes = DIMS[kind], AXES[kind]
     if x.dim() == dims + 1:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchcaps.explain.watching import evaluating
+from torchcaps.explain.watching import check_images, evaluating
 
 __all__ = ["attribution_forward", "saliency"]
 
@@ -35,9 +35,12 @@ def saliency(model: nn.Module, images: Tensor, target: Tensor | None = None) -> 
     """`[N, *size]`: how much a score changes with each pixel, the largest over channels.
 
     target  class indices `[N]`; None is the class with the highest score.
+
+    Raises ValueError for what are no images.
     """
-    x = images.detach().requires_grad_(True)
-    with torch.enable_grad():
+    check_images(images)
+    with torch.inference_mode(False), torch.enable_grad():
+        x = images.detach().clone().requires_grad_(True)
         scores = attribution_forward(model)(x)
         chosen = scores.argmax(1) if target is None else target
         (gradient,) = torch.autograd.grad(scores.gather(1, chosen[:, None]).sum(), x)

@@ -314,7 +314,9 @@ def _opened(name: str, data: str) -> Image.Image:
                 raise ValueError(f"{name} is too large: {opened.width} x {opened.height} pixels")
             opened.load()
             return opened.copy()
-    except (OSError, SyntaxError, binascii.Error, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{name} is too large: give a picture of fewer pixels") from error
+    except (OSError, SyntaxError, UnicodeError, binascii.Error) as error:
         raise ValueError(f"{name} is no image that can be read: give a PNG, JPEG or another picture") from error
 
 

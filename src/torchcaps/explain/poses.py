@@ -14,7 +14,7 @@ from typing import Literal, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from torchcaps.explain.watching import evaluating
+from torchcaps.explain.watching import check_images, evaluating
 from torchcaps.types import Capsules
 
 __all__ = [
@@ -97,14 +97,17 @@ def pose_sweep(
     values      how far to go along each direction.
     directions  `[D, R * Q]`; None moves each number by itself. `principal_directions` gives others.
 
-    Raises ValueError for a model without a decoder and for directions that do not fit.
+    Raises ValueError for a model without a decoder, another capsule, and directions that do not fit.
     """
     image = image if image.dim() > 3 else image[None]
     if len(image) != 1:
         raise ValueError(f"one image at a time, [C, H, W] or [1, C, H, W], not {list(image.shape)}")
     drawing = _drawing(model)
+    check_images(image)
     with torch.no_grad(), evaluating(model):
         found = drawing.capsules(image)
+        if capsule is not None and not 0 <= capsule < found.poses.shape[1]:
+            raise ValueError(f"capsule {capsule} is not there: the classes are 0 to {found.poses.shape[1] - 1}")
         chosen = int(_scores(model, image)[0].argmax()) if capsule is None else capsule
         pose = found.poses[0, chosen].flatten()
         if directions is None:
@@ -176,6 +179,7 @@ class Reconstructions:
 def reconstructions(model: nn.Module, images: Tensor, labels: Tensor) -> Reconstructions:
     """Images `[N, C, H, W]` and their reconstructions. Raises ValueError for a model without a decoder."""
     drawing = _drawing(model)
+    check_images(images)
     with torch.no_grad(), evaluating(model):
         drawn = drawing.reconstruct(drawing.capsules(images))
         return Reconstructions(images, drawn, labels, _scores(model, images).argmax(1))
@@ -208,6 +212,8 @@ def decoder_check(model: nn.Module, images: Tensor, train_images: Tensor) -> Dec
     Raises ValueError for a model without a decoder.
     """
     drawing = _drawing(model)
+    for each in (images, train_images):
+        check_images(each)
     with torch.no_grad(), evaluating(model):
         parts = [(part, drawing.capsules(part)) for part in images.split(256)]
         numbers = parts[0][1].poses[0, 0].numel()

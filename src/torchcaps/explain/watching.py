@@ -162,9 +162,22 @@ def look(
     >>> look(model, torch.rand(4, 1, 20, 20)).of("class_caps")[0].coupling.shape  # T, N, I, J
     torch.Size([3, 4, 8, 10])
     """
+    check_images(images)
     with torch.no_grad(), evaluating(model), watching(model, rounds=rounds, absent=absent) as seen:
         scores = model(images) if mask is None else model(images, mask=mask)
     return Look(scores, seen)
+
+
+def check_images(images: Tensor) -> None:
+    """ValueError for a batch of images that nothing can be said about."""
+    if not isinstance(images, Tensor) or images.dim() < 3 or not len(images):
+        raise ValueError(f"images must be a batch [N, C, *size] of one or more, not {_what(images)}")
+    if not images.is_floating_point() or not images.isfinite().all():
+        raise ValueError(f"images must be finite floating point numbers, not {_what(images)}: call .float() first, say")
+
+
+def _what(value: object) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
