@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from torchcaps.cli import main
+from torchcaps.energy import ContrastiveDivergence, ExpertCapsules, compete, train_experts
 from torchcaps.energy.generation import Law
 from torchcaps.reproduce import experts as reproduction
 from torchcaps.reproduce.page import write_page
@@ -206,10 +207,49 @@ def test_a_recipe_makes_a_run_that_holds_all_that_was_learned(a_run: Path, capsy
     assert "autoencoder, epoch" not in capsys.readouterr().out
 
 
-def test_a_run_of_other_settings_is_not_overwritten(a_run: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("other", [["--model.settings.out_caps", "5"], ["--autoencoder", "other.pt"]])
+def test_a_run_of_other_settings_is_not_overwritten(a_run: Path, other: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["fit", "--config", str(a_run / "config.yaml"), "--model.settings.out_caps", "5"])
+        main(["fit", "--config", str(a_run / "config.yaml"), *other])
     assert "begin another run, --run NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"images": 0}, "images=0: give 1 or more"),
+        ({"autoencoder_epochs": 0}, "autoencoder_epochs=0: give 1 or more"),
+        ({"out_caps": 1}, "out_caps=1: give 2 or more"),
+        ({"in_pose": 3}, "in_pose=3 does not divide channels=128"),
+        ({"line": 2, "objective": "competition"}, "takes no numbers on a line"),
+    ],
+)
+def test_settings_that_cannot_be_trained_are_refused_before_anything_is(settings: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ExpertSettings(**settings)
+
+
+def test_no_examples_are_said_to_be_none() -> None:
+    model, nothing = ExpertCapsules(3, 2, 3, 5), torch.zeros(0, 3, 1, 3)
+    with pytest.raises(ValueError, match="0 examples, 1 epochs"):
+        train_experts(model, nothing, ContrastiveDivergence())
+    with pytest.raises(ValueError, match="no visible capsules to take the mean of"):
+        model.centre_on(nothing)
+    with pytest.raises(
+        ValueError, match="a capsule of 10 numbers needs as many directions, but 3 capsules of 3 have 9"
+    ):
+        compete(ExpertCapsules(3, 2, 3, 10), torch.zeros(20, 3, 1, 3))
+    model.centre_on(torch.full((2, 3, 1, 3), 0.1, requires_grad=True))
+    assert not model.centre.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("out", "words"), [("noending", "says no kind of picture"), ("/proc/x.png", "cannot be written")]
+)
+def test_a_place_for_no_picture_is_told_at_once(a_run: Path, out: str, words: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", str(a_run), "--out", out])
+    assert words in capsys.readouterr().err
 
 
 def test_images_are_drawn_from_a_run(a_run: Path, tmp_path: Path, capsys: Any) -> None:

@@ -43,7 +43,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_same(folder: Path, new: dict[str, Any]) -> None:
     """ValueError where a run is to go on with another model, data or seed than RUN/config.yaml says."""
     old = read_config(folder)
-    for part in ("seed_everything", "model", "data", "ema"):
+    for part in ("seed_everything", "model", "data", "ema", "autoencoder"):
         before, now = _flat(part, old.get(part)), _flat(part, new.get(part))
         for name in sorted(before | now):
             if before.get(name) != now.get(name) and name.rsplit(".", 1)[-1] not in MAY_CHANGE:

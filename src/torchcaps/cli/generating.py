@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import jsonargparse
 import torch
 import yaml
+from PIL import Image
 from torch import Tensor
 
 import torchcaps.data  # noqa: F401  (its classes can then be named without their module)
@@ -36,6 +37,7 @@ from torchcaps.run.experts import (
     measure_experts,
     save_picture,
 )
+from torchcaps.run.files import check_place
 
 __all__ = ["fit", "is_ours", "run"]
 
@@ -57,6 +59,10 @@ def run(command: str, arguments: list[str]) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.rows < 1:
         raise ValueError(f"--rows {chosen.rows}: give 1 or more")
+    if chosen.out is not None and chosen.out.suffix.lower() not in Image.registered_extensions():
+        raise ValueError(f"--out {chosen.out}: its ending says no kind of picture, such as .png or .jpg")
+    if chosen.out is not None:
+        check_place(chosen.out)
     pipeline = load_experts(chosen.run)
     folder = Path(chosen.run) if Path(chosen.run).is_dir() else Path(chosen.run).parent
     out = chosen.out or folder / f"{chosen.law}.png"

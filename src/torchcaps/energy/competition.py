@@ -55,6 +55,8 @@ def compete(
         raise ValueError(f"competition is about lengths: it is for models without a line, not line={model.line}")
     if (whole(rounds) or 0) < 1:
         raise ValueError(f"rounds={rounds!r} must be a whole number of 1 or more")
+    if I * P < Q:
+        raise ValueError(f"a capsule of {Q} numbers needs as many directions, but {I} capsules of {P} have {I * P}")
     if N < Q:
         raise ValueError(f"a capsule of {Q} numbers starts from {Q} different examples, but there are {N}: give more")
     random = torch.Generator().manual_seed(seed)

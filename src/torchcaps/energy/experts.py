@@ -131,7 +131,9 @@ class ExpertCapsules(nn.Module):
     def centre_on(self, visible: Tensor) -> None:
         """Take the mean of these visible capsules `[N, I, 1, P]` as the centre that votes are taken from."""
         self.check(visible)
-        self.centre.copy_(visible.mean(0))
+        if not len(visible):
+            raise ValueError("there are no visible capsules to take the mean of")
+        self.centre.copy_(visible.detach().mean(0))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Up and down

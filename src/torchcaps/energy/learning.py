@@ -187,8 +187,10 @@ def train_experts(
     seed         of the batches' order and of all that the objective draws.
     after_epoch  told the epoch's number, from 0, and its loss.
 
-    A last batch that is smaller is left out, unless it is the only one.
+    A last batch that is smaller is left out, unless it is the only one. Raises ValueError for no examples at all.
     """
+    if not len(visible) or min(epochs, batch_size) < 1:
+        raise ValueError(f"{len(visible)} examples, {epochs} epochs, batches of {batch_size}: give 1 of each or more")
     if optimizer is None:
         optimizer = torch.optim.Adam(model.parameters(), rate)
     random = torch.Generator().manual_seed(seed)

@@ -103,6 +103,27 @@ class ExpertSettings:
     alone: bool = False
     bfloat16: bool = True
 
+    def __post_init__(self) -> None:
+        least = {"out_caps": 2}
+        for name in (
+            "iterations",
+            "out_caps",
+            "out_pose",
+            "in_pose",
+            "channels",
+            "autoencoder_epochs",
+            "epochs",
+            "images",
+        ):
+            if getattr(self, name) < least.get(name, 1):
+                raise ValueError(f"{name}={getattr(self, name)}: give {least.get(name, 1)} or more")
+        if self.channels % self.in_pose:
+            raise ValueError(
+                f"in_pose={self.in_pose} does not divide channels={self.channels}, of which visible capsules are cut"
+            )
+        if self.line and self.objective == "competition":
+            raise ValueError(f"line={self.line}: competition is about lengths, and takes no numbers on a line")
+
     def build(self, in_chans: int, image_size: Sequence[int]) -> ExpertPipeline:
         """The untrained chain for such images; its weights are torch's random numbers."""
         autoencoder = ConvAutoencoder(in_chans, image_size, channels=self.channels)
