@@ -204,3 +204,15 @@ def test_the_command_lists_them_all_and_says_where_ours_is(tmp_path, root, capsy
     assert "276,810 parameters" in said
     assert "paper 99.3" in said
     assert json.loads((tmp_path / "out" / "su.json").read_text())["runs"][0]["limit"] == 40
+
+
+@pytest.mark.parametrize("name", ["su", "diverse", "capsnet"])
+def test_what_is_expected_holds_our_own_records(name):
+    plan = REPRODUCTIONS[name]
+    asked = 0
+    for record in records.read(ROOT / "results" / f"{name}.json"):
+        for key, (low, high) in plan.arms[record["arm"]].expect.items():
+            test, measure = key.split(".")
+            assert low <= record["results"][test][measure] <= high, (record["arm"], record["seed"], key)
+            asked += 1
+    assert asked >= {"su": 30, "diverse": 4, "capsnet": 1}[name]
