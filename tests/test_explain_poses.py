@@ -1,5 +1,6 @@
 """Poses moved through the decoder and laid out as points, the decoder held to account, pixels that matter, figures."""
 
+import io
 from typing import Any
 
 import numpy as np
@@ -339,6 +340,10 @@ def test_what_are_no_images_is_refused_by_all_that_look(broken: Tensor) -> None:
     ):
         with pytest.raises(ValueError, match=r"images must be|one image at a time"):
             looks()
+    for labels in (torch.tensor([0]), torch.full((8,), 4), torch.full((8,), -1), torch.zeros(8)):
+        for looks in (saliency, class_poses, reconstructions):
+            with pytest.raises(ValueError, match=r"must be 8 of torch.long, of classes 0 to 3"):
+                looks(model, images, labels)
     with pytest.raises(ValueError, match="capsule 4 is not there: the classes are 0 to 3"):
         pose_sweep(model, images[0], 4)
 
@@ -348,3 +353,17 @@ def test_saliency_works_where_gradients_are_off() -> None:
     wanted = saliency(model, images)
     with torch.inference_mode():
         assert torch.equal(saliency(model, images), wanted)
+
+
+def test_names_are_never_read_as_formulas() -> None:
+    model, images = model_and_images("capsnet")
+    names = ["$\\frac$", "5$", "10$", "x^2_{$"]
+    scores = scores_per_round(model, images)[:, 0]
+    for figure in (
+        pictures.draw_scores(scores, names),
+        pictures.draw_tree(parse_tree(model, images[0]), names),
+        pictures.draw_reconstructions(reconstructions(model, images, torch.tensor([1, 2])), names),
+    ):
+        figure.savefig(io.BytesIO(), format="png")
+    with pytest.raises(ValueError, match="there are 2 names, and none for class 2"):
+        pictures.draw_scores(scores, names[:2])

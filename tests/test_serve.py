@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -222,6 +223,22 @@ def test_models_without_a_decoder_or_without_places_have_a_page(name: str) -> No
     assert ("have no places" in maps) == (name == "su_capsnet")
     assert drawing.count("<img") == 1
     assert shown.move(session, names[0], *[0.1] * shown.numbers) == ""
+
+
+@pytest.mark.parametrize("size", [(40_000, 1), (1, 40_000)])
+def test_a_line_makes_no_huge_frame(size: tuple[int, int]) -> None:
+    frame = page._framed(Image.new("L", size, 255), 0.5, (13, 11))
+    assert max(frame.size) <= 4 * page.LARGEST_SIDE
+
+
+def test_a_port_that_is_taken_is_said_to_be(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", str(a_run), "--port", str(port)])
+    assert f"port {port} of 127.0.0.1 cannot be had" in capsys.readouterr().err
 
 
 def test_experts_draw_one_at_a_time(addresses: list[str]) -> None:

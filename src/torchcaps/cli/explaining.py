@@ -15,6 +15,7 @@ from torchcaps.cli.predicting import read_inputs
 from torchcaps.data import ImageData
 from torchcaps.explain.report import Subject, answers, sections
 from torchcaps.run.compare.report import page
+from torchcaps.run.files import check_place, write_whole
 from torchcaps.training import LoadedModel, capsule_health
 
 __all__ = ["run"]
@@ -34,7 +35,11 @@ def run(command: str, arguments: list[str]) -> None:
         "--places", type=int, nargs=2, help="rows and columns of the map that a list of children was (Su's: 8 8)"
     )
     chosen = parser.parse_args(arguments)
+    if chosen.examples < 1:
+        raise ValueError(f"--examples {chosen.examples}: give 1 or more")
     folder = Path(chosen.run)
+    out = chosen.out or (folder if folder.is_dir() else folder.parent) / "explanation.html"
+    check_place(out)
     loaded = load(chosen.run)
     kind = (loaded.preprocessing or {"kind": "image"})["kind"]
     if loaded.multi_label or kind != "image":
@@ -48,12 +53,23 @@ def run(command: str, arguments: list[str]) -> None:
         given = dict(read_inputs(chosen.images, loaded.preprocessing))
     if not folder.is_dir() and not given:
         raise ValueError(f"{chosen.run} is a checkpoint, without data of its own: give a run's folder, or --images")
-    out = chosen.out or (folder if folder.is_dir() else folder.parent) / "explanation.html"
-    data = data_of(chosen.run) if folder.is_dir() else None
+    data = _data(chosen.run, bool(given)) if folder.is_dir() else None
     html = page(f"{folder.name}: what did it learn?", sections(_subject(loaded, data, given, chosen)))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(html, "utf-8")
+    write_whole(out, html)
     print(f"{out} holds the report: open it in a browser")
+
+
+def _data(run: str, without: bool) -> ImageData | None:
+    """The run's data. Where they are gone, and there are images to show `without` them, say so and go on."""
+    try:
+        data = data_of(run)
+        _ = data.parts
+    except (ValueError, OSError) as error:
+        if not without:
+            raise
+        print(f"without the run's own test images: {error}")
+        return None
+    return data
 
 
 def _subject(

@@ -5,6 +5,7 @@ torchcaps serve runs/experts            of expert capsules: images drawn from on
 """
 
 import argparse
+import socket
 from pathlib import Path
 from typing import cast, get_args
 
@@ -37,6 +38,8 @@ def run(command: str, arguments: list[str]) -> None:
     parser.add_argument("--port", type=int, help="the first free one from 7860 on, where not given")
     parser.add_argument("--places", type=int, nargs=2, help="rows and columns of the map that a list of children was")
     chosen = parser.parse_args(arguments)
+    if chosen.port is not None:
+        _check_port(chosen.host, chosen.port)
     folder = Path(chosen.run)
     if (folder / "experts.pt").exists():
         pipeline = load_experts(folder)
@@ -48,6 +51,15 @@ def run(command: str, arguments: list[str]) -> None:
     else:
         page = _model_page(load(chosen.run), chosen)
     serve(page, chosen.host, chosen.port)
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"port {port} of {host} cannot be had ({error}): give another --port, or none") from error
 
 
 def _model_page(loaded: LoadedModel, chosen: argparse.Namespace) -> Blocks:

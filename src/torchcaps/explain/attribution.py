@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchcaps.explain.watching import check_images, evaluating
+from torchcaps.explain.watching import check_images, check_labels, evaluating
 
 __all__ = ["attribution_forward", "saliency"]
 
@@ -36,12 +36,14 @@ def saliency(model: nn.Module, images: Tensor, target: Tensor | None = None) -> 
 
     target  class indices `[N]`; None is the class with the highest score.
 
-    Raises ValueError for what are no images.
+    Raises ValueError for what are no images, or no class for each.
     """
     check_images(images)
     with torch.inference_mode(False), torch.enable_grad():
         x = images.detach().clone().requires_grad_(True)
         scores = attribution_forward(model)(x)
+        if target is not None:
+            check_labels(target, images, scores.shape[1])
         chosen = scores.argmax(1) if target is None else target
         (gradient,) = torch.autograd.grad(scores.gather(1, chosen[:, None]).sum(), x)
     return gradient.abs().amax(1)

@@ -3,9 +3,9 @@
     serve(model_page(model, prepare, names))        lengths, coupling maps, sliders for a pose, routing on and off
     serve(experts_page(count, laws, draw))          images drawn from one expert capsule
 
-Nothing is fetched from other machines and nothing is written to disk: an image comes with a request, pictures go back
-inside the answer, and what a page needs between two requests is kept in memory, for it alone. Requests are answered one
-after the other, in the order in which they come.
+Nothing is fetched from other machines, and the page writes nothing to disk: an image comes with a request, pictures go
+back inside the answer, and what a page needs between two requests is kept in memory, for it alone. Requests are answered
+one after the other, in the order in which they come.
 """
 
 import base64
@@ -40,6 +40,10 @@ LARGEST = 5 * 2**20
 """Bytes of a file."""
 
 MOST_PIXELS = 40_000_000
+"""Of an image."""
+
+LARGEST_SIDE = 1024
+"""Pixels of a drawing, along its longer side, that are looked at."""
 
 MOST_SLIDERS = 36
 """Numbers of a pose that can be moved, the first ones of a larger pose."""
@@ -327,6 +331,7 @@ def _framed(ink: Image.Image, fill: float, size: tuple[int, ...]) -> Image.Image
     if box is None:
         raise ValueError("the sheet is empty: draw something")
     ink = ink.crop(box)
+    ink.thumbnail((LARGEST_SIDE, LARGEST_SIDE))  # before a frame is made around it, which a line would make huge
     ratio = size[1] / size[0]
     height = max(ink.height, ink.width / ratio) / fill
     frame = Image.new("L", (round(height * ratio), round(height)))

@@ -319,7 +319,14 @@ def _plain(ax: Axes) -> None:
 
 
 def _name(names: Sequence[str] | None, number: int) -> str:
-    return str(number) if names is None else names[number]
+    if names is not None and number >= len(names):
+        raise ValueError(f"there are {len(names)} names, and none for class {number}: give one for each class")
+    return str(number) if names is None else plain(names[number])
+
+
+def plain(text: str) -> str:
+    """Text for a figure that is not read as a formula."""
+    return text.replace("$", r"\$")
 
 
 def _where(part: Part) -> str:

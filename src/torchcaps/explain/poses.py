@@ -14,7 +14,7 @@ from typing import Literal, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from torchcaps.explain.watching import check_images, evaluating
+from torchcaps.explain.watching import check_images, check_labels, evaluating
 from torchcaps.types import Capsules
 
 __all__ = [
@@ -50,13 +50,14 @@ def draws(model: nn.Module) -> bool:
 def class_poses(model: nn.Module, images: Tensor, labels: Tensor | None = None) -> Tensor:
     """Poses `[N, R, Q]` of each image's own class capsule: that of its label `[N]`, or of the highest score.
 
-    Raises ValueError for a model without capsules.
+    Raises ValueError for a model without capsules, and for labels that are no class for each image.
     """
     if not isinstance(model, HasCapsules):
         raise ValueError(f"{type(model).__name__} has no class capsules")
     with torch.no_grad(), evaluating(model):
         chosen = _scores(model, images).argmax(1) if labels is None else labels
         poses = model.capsules(images).poses
+        check_labels(chosen, images, poses.shape[1])
     return poses[torch.arange(len(poses), device=poses.device), chosen]
 
 
@@ -181,7 +182,9 @@ def reconstructions(model: nn.Module, images: Tensor, labels: Tensor) -> Reconst
     drawing = _drawing(model)
     check_images(images)
     with torch.no_grad(), evaluating(model):
-        drawn = drawing.reconstruct(drawing.capsules(images))
+        capsules = drawing.capsules(images)
+        check_labels(labels, images, capsules.poses.shape[1])
+        drawn = drawing.reconstruct(capsules)
         return Reconstructions(images, drawn, labels, _scores(model, images).argmax(1))
 
 

@@ -264,7 +264,9 @@ def _block(subject: Subject, title: str, image: Tensor, label: int | None, field
     if _lie_on_an_image(maps) and subject.places is None and maps.shares[0, 0, 0, 0].numel() <= MOST_GROUPS:
         drawn = pictures.draw_occlusion(occlusion(model, image), image, said, names=names, fields=fields)
         found.append(_figure(drawn, "Without each place", f"occlusion of {title}"))
-    drawn = pictures.draw_over_image(saliency(model, one)[0], image, f"slope of the score of {names[said]}")
+    drawn = pictures.draw_over_image(
+        saliency(model, one)[0], image, f"slope of the score of {pictures.plain(names[said])}"
+    )
     found.append(_figure(drawn, "Pixels that matter", f"saliency of {title}"))
     return f"<section><h3>{escape(title)}</h3><div class='grid3'>{''.join(found)}</div></section>\n"
 

@@ -176,6 +176,18 @@ def check_images(images: Tensor) -> None:
         raise ValueError(f"images must be finite floating point numbers, not {_what(images)}: call .float() first, say")
 
 
+def check_labels(labels: Tensor, images: Tensor, classes: int) -> None:
+    """ValueError for labels that are not one class of 0 .. classes - 1 for each image."""
+    if (
+        labels.shape != images.shape[:1]
+        or labels.dtype != torch.long
+        or not bool(((labels >= 0) & (labels < classes)).all())
+    ):
+        raise ValueError(
+            f"labels {labels.tolist()[:8]} must be {len(images)} of torch.long, of classes 0 to {classes - 1}"
+        )
+
+
 def _what(value: object) -> str:
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
