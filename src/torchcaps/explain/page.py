@@ -4,8 +4,8 @@
     serve(experts_page(count, laws, draw))          images drawn from one expert capsule
 
 Nothing is fetched from other machines, and the page writes nothing to disk: an image comes with a request, pictures go
-back inside the answer, and what a page needs between two requests is kept in memory, for it alone. Requests are answered
-one after the other, in the order in which they come.
+back inside the answer, and what a page needs between two requests is kept in memory, for it alone. Requests are
+answered one after the other, in the order in which they come.
 """
 
 import base64
