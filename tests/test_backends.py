@@ -518,3 +518,18 @@ def test_the_state_of_attention_is_its_parents_and_carries_their_gradient():
         total = routed.poses.sum() + routed.state.square().sum()
         (found[backend],) = torch.autograd.grad(total, poses)
     torch.testing.assert_close(found["native"], found["reference"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["streamed", pytest.param("native", marks=here)])
+@pytest.mark.parametrize(
+    "rule", [Dynamic(), Attention(), Attention(norm=False)], ids=["dynamic", "attention", "no norm"]
+)
+def test_parents_may_be_changed_in_place(rule, backend):
+    layer = ConvCapsules(3, 4, (2, 3), (2, 3), 3, routing=rule)
+    poses = torch.randn(2, 3, 6, 6, 2, 3, requires_grad=True)
+    found = []
+    for name in ("reference", backend):
+        parents = layer.route(Capsules(poses), backend=name).poses
+        parents.mul_(2)
+        found.append(torch.autograd.grad(parents.square().sum(), poses)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

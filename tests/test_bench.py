@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -95,3 +97,14 @@ def test_an_estimate_grows_with_the_work_and_says_that_it_is_none_measured(capsy
         assert a.forward < a.both < b.both < 2 * a.both
     bench.main(["--estimate", "--workload", "conv"])
     assert "not measured" in capsys.readouterr().out
+
+
+def test_memory_is_measured_from_a_program_without_a_file_too():
+    program = """
+import dataclasses, torch
+from torchcaps.bench.layers import measure
+from torchcaps.bench.workloads import WORKLOADS
+print("bytes", measure(dataclasses.replace(WORKLOADS["fc"], N=1, I=20), ["reference"], repeats=1)[0].memory_both)
+"""
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=False)
+    assert "bytes" in done.stdout, done.stderr

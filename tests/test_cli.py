@@ -114,6 +114,11 @@ def test_a_run_is_tested_on_its_own_data_with_the_weights_that_predict(a_run, ca
     assert re.search(r"^test/accuracy +0\.\d{4}$", capsys.readouterr().out, re.MULTILINE)
     assert chosen_checkpoint(a_run).name == "best.ckpt"
     assert len((a_run / "metrics.csv").read_text().splitlines()) == len(before) + 1
+    tested = MetricsFile(a_run).rows()[-1]
+    said = read_checkpoint(chosen_checkpoint(a_run))
+    assert (int(tested["step"]), int(tested["epoch"])) == (said["global_step"] - 1, said["epoch"])
+    main(["fit", "--config", "digits_capsule_head", "--run", str(a_run), "--trainer.fast_dev_run", "1"])
+    assert len(MetricsFile(a_run).rows()) == len(before), "a trial leaves everything as it is"
 
 
 def test_a_new_process_predicts_the_same_from_the_checkpoint_alone(a_run, tmp_path):
@@ -159,10 +164,16 @@ def test_a_folder_for_the_hub_holds_the_model_whole(a_run, tmp_path):
 
 def test_a_run_can_be_gone_on_with_and_is_never_overwritten(a_run, tmp_path, capsys):
     again = ["fit", "--config", str(a_run / "config.yaml"), "--run", str(a_run)]
-    with pytest.raises(SystemExit, match="2"):
-        main(again)
-    assert "--ckpt_path last" in capsys.readouterr().err
+    shutil.copy(a_run / "checkpoints" / "last.ckpt", tmp_path / "of_another.ckpt")
+    for more in ([], ["--ckpt_path", str(tmp_path / "of_another.ckpt")]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*again, *more])
+        assert "holds a run already: go on with it by --ckpt_path last" in capsys.readouterr().err
     before = len((a_run / "metrics.csv").read_text().splitlines())
+    config = (a_run / "config.yaml").read_text()
+    earlier = yaml.safe_load(config)
+    del earlier["model"]["channels_last"]  # as of a version that had no such setting
+    (a_run / "config.yaml").write_text(yaml.safe_dump(earlier))
     config = (a_run / "config.yaml").read_text()
     for other, checkpoint in [
         (["--model.optimization.lr", "0.5"], "last"),

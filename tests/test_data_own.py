@@ -820,8 +820,8 @@ def test_one_label_each_written_as_several_is_said_to_be_taken_for_several() -> 
             RNG.random((9, 7)),
             "numbers from .* made of bytes from 0 to 255: give the numbers as they were before",
         ),
-        ("bytes", np.full((9, 7), -3), "numbers from -3 to -3, .* bring them to that scale"),
-        ("bytes", np.full((9, 7), 256.0), "numbers from 256 to 256, .* bring them to that scale"),
+        ("bytes", np.full((9, 7), -30), "numbers from -30 to -30, .* bring them to that scale"),
+        ("bytes", np.full((9, 7), 280.0), "numbers from 280 to 280, .* bring them to that scale"),
         ("bytes", np.full((9, 7), 200, np.uint16), "words of 16 bits from 200 to 200, .* give them in that type"),
         ("words", np.full((9, 7), 200, np.uint8), "bytes from 200 .* of words of 16 bits .* give them in that type"),
         ("words", np.full((9, 7), 0.5), "give the numbers as they were before division by 65535"),
@@ -830,7 +830,7 @@ def test_one_label_each_written_as_several_is_said_to_be_taken_for_several() -> 
         ("fractions", np.full((9, 7), 200, np.uint8), "from 0 to 1: divide by 255"),
         ("fractions", np.full((9, 7), 60_000, np.uint16), "from 0 to 1: divide by 65535"),
         ("fractions", RNG.random((9, 7)) * 2 - 1, "bring them to that scale"),
-        ("others", np.full((9, 7), 9.0), "numbers from 9 to 9, but the model was made of numbers from -2 to 3"),
+        ("others", np.full((9, 7), 90.0), "numbers from 90 to 90, but the model was made of numbers from -2 to 3"),
         ("bytes", np.full((9, 7), np.nan), "preprocess: it holds NaN or infinity"),
     ],
 )
@@ -850,3 +850,15 @@ def test_what_is_new_may_be_a_little_beyond_all_that_was_seen() -> None:
     signals = preprocess(Arrays(RNG.normal(size=(20, 50)), np.arange(20) % 2).preprocessing)
     assert signals(np.full(50, 5.0)).max() > 1
     assert preprocess(Arrays(RNG.random((20, 9, 7)), np.arange(20) % 2).preprocessing)(np.full((9, 7), 1.2)).max() > 1
+
+
+def test_the_scale_of_numbers_is_that_of_the_items_that_are_trained_on() -> None:
+    x = np.random.default_rng(0).normal(size=(80, 30))
+    for special in range(0, 80, 7):
+        with_outlier = x.copy()
+        with_outlier[special, 3] = 40.0
+        data = Arrays(with_outlier, np.arange(80) % 2)
+        (trained,) = data.parts.train.take(0, np.arange(len(data.parts.train)))[:1]
+        assert (data.parts.settings.high == 40.0) == bool((data.parts.train.rows == special).any())  # type: ignore[attr-defined]
+        assert trained.min() == 0
+        assert trained.max() == 1

@@ -3,12 +3,13 @@
 import contextlib
 import ctypes
 import gc
-import multiprocessing
 import os
+import pickle
 import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,25 +56,29 @@ def peak(work: Callable[[], object], device: str) -> int | None:
 
 
 def by_itself(work: Callable[..., T], *arguments: Any) -> T:
-    """The result of `work` in a process of its own, for `peak`.
+    """The result of `work`, a function of a module, in a process of its own, for `peak`.
 
     There glibc gives every tensor pages of its own and takes them back at once: what a call holds is measured, and not
-    how the heap happens to be cut.
+    how the heap happens to be cut. Raises RuntimeError where the process fails, which says why on standard error.
     """
-    own_pages = _environment(MALLOC_MMAP_THRESHOLD_=str(64 << 10))
-    with own_pages, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    asked = pickle.dumps((work, arguments))
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD], input=asked, env=environment, stdout=subprocess.PIPE, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"the process that measures memory ended with status {done.returncode}")
+    found: T = pickle.loads(done.stdout)
+    return found
 
 
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+_CHILD = """
+import os, pickle, sys
+answer = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)  # whatever is printed is no answer
+work, arguments = pickle.load(sys.stdin.buffer)
+answer.write(pickle.dumps(work(*arguments)))
+"""
 
 
 def _resident(field: str) -> int:

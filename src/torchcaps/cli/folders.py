@@ -9,8 +9,10 @@ from pytorch_lightning.utilities import rank_zero_only
 
 __all__ = ["check_same", "read_config", "take"]
 
-MAY_CHANGE = {"root", "path", "num_workers", "eval_batch_size", "download"}
-"""Settings of data that may be others when a run is gone on with."""
+MAY_CHANGE = {
+    "root", "path", "num_workers", "eval_batch_size", "download", "in_memory", "compile", "channels_last", "threshold",
+}  # fmt: skip
+"""Settings that may be others when a run is gone on with: they change no step, or what is made of the answers."""
 
 
 def take(folder: Path) -> FileLock | None:
@@ -45,11 +47,11 @@ def check_same(folder: Path, new: dict[str, Any]) -> None:
     old = read_config(folder)
     for part in ("seed_everything", "model", "data", "ema", "autoencoder"):
         before, now = _flat(part, old.get(part)), _flat(part, new.get(part))
-        for name in sorted(before | now):
-            if before.get(name) != now.get(name) and name.rsplit(".", 1)[-1] not in MAY_CHANGE:
+        for name in sorted(before.keys() & now.keys()):  # a later version may have settings that the earlier had not
+            if before[name] != now[name] and name.rsplit(".", 1)[-1] not in MAY_CHANGE:
                 raise ValueError(
-                    f"{folder} was begun with {name}={before.get(name)!r}, and is now to go on with "
-                    f"{now.get(name)!r}: leave that as it was, or begin another run, --run NAME"
+                    f"{folder} was begun with {name}={before[name]!r}, and is now to go on with "
+                    f"{now[name]!r}: leave that as it was, or begin another run, --run NAME"
                 )
 
 

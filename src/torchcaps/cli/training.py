@@ -34,7 +34,7 @@ from torchcaps.cli.recipes import with_files
 from torchcaps.data import ImageData
 from torchcaps.losses import MarginLoss
 from torchcaps.run.build import build
-from torchcaps.training import Classification, Optimization, trainer_settings
+from torchcaps.training import Classification, MetricsFile, Optimization, read_checkpoint, trainer_settings
 from torchcaps.training.scores import Link
 
 __all__ = ["classifier", "fit", "run"]
@@ -173,20 +173,22 @@ class _Cli(LightningCLI):
             _check_length(config)
         else:
             config.verbose = False  # we print what was measured
-        if self.subcommand == "fit" and not config.ckpt_path and last.exists() and not config.trainer.fast_dev_run:
-            raise ValueError(
-                f"{folder} holds a run already: go on with it by --ckpt_path last, or give another folder, --run NAME"
-            )
         if config.get("ckpt_path") and not Path(config.ckpt_path).exists():
             raise FileNotFoundError(f"there is no checkpoint {config.ckpt_path}: ls {folder / 'checkpoints'}")
         if self.subcommand == "fit" and not config.trainer.fast_dev_run:
-            if (
-                config.ckpt_path
-                and (folder / "config.yaml").is_file()
-                and last.parent.resolve() in Path(config.ckpt_path).resolve().parents
-            ):
-                folders.check_same(folder, yaml.safe_load(_as_yaml(self._parser("fit"), config)))
-            self.lock = folders.take(folder)
+            self._begin(folder, config)
+
+    def _begin(self, folder: Path, config: Namespace) -> None:
+        """Take the folder: it holds no run yet, or one that goes on from a checkpoint of its own."""
+        checkpoints = folder / "checkpoints"
+        own = bool(config.ckpt_path) and checkpoints.resolve() in Path(config.ckpt_path).resolve().parents
+        if (checkpoints / "last.ckpt").exists() and not own:
+            raise ValueError(
+                f"{folder} holds a run already: go on with it by --ckpt_path last, or give another folder, --run NAME"
+            )
+        if own and (folder / "config.yaml").is_file():
+            folders.check_same(folder, yaml.safe_load(_as_yaml(self._parser("fit"), config)))
+        self.lock = folders.take(folder)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a model's settings are in the run's configuration, and checkpoints have their own errors."""
@@ -202,10 +204,20 @@ class _Cli(LightningCLI):
         made["callbacks"] += given["callbacks"] or []
         made["logger"] += [given["logger"]] if isinstance(given["logger"], Logger) else given["logger"] or []
         made["logger"] += _logger(config.log, config.run)
+        if self.subcommand != "fit" and config.ckpt_path:
+            _say_what_is_measured(made["logger"], config.ckpt_path)
         if given["fast_dev_run"]:  # nothing is kept
             made["logger"] = False
             made["callbacks"] = [c for c in made["callbacks"] if not isinstance(c, LearningRateMonitor)]
         return super().instantiate_trainer(**made, **kwargs)
+
+
+def _say_what_is_measured(loggers: Sequence[Logger], path: str) -> None:
+    """Rows of a test stand at the step and the epoch of the weights."""
+    checkpoint = read_checkpoint(path)
+    for logger in loggers:
+        if isinstance(logger, MetricsFile):
+            logger.measured = max(0, checkpoint["global_step"] - 1), checkpoint["epoch"]
 
 
 def _check_monitor(name: str | None, mode: str, model: Classification) -> None:

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from ._splits import class_keys, split_off, stratified
 from .augment import Augment
 from .loader import Loader, Schedule
-from .parts import Part, StoredPart, View
+from .parts import Part, StoredPart, TensorPart, View
 from .preprocessing import Preprocessing
 from .random import permutation
 
@@ -262,6 +262,12 @@ class LabelledData(ImageData):
         if cut_val:
             rest, share = split_off(train.labels, self.val_fraction, self.split_seed, "val", names, 2)
             train, val = train.subset(rest), train.subset(share)
+        settings = loaded.settings
+        if (cut_test or cut_val) and isinstance(train, TensorPart):  # what is set apart says nothing about the scale
+            settings = train.own_settings()
+            for part in (train, val, test):
+                if isinstance(part, TensorPart):
+                    part.settings = settings
         if self.label_fraction is not None:
             n = len(train)
             count = max(len(names), int(self.label_fraction * n + 0.5))
@@ -273,7 +279,7 @@ class LabelledData(ImageData):
                 None if part is None else part.subset(stratified(class_keys(part.labels), self.limit))
                 for part in (val, test)
             )
-        return Parts(train, val, test, names, train.labels.dim() == 2, loaded.settings)
+        return Parts(train, val, test, names, train.labels.dim() == 2, settings)
 
 
 class Loaded(NamedTuple):

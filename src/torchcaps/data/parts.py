@@ -73,6 +73,18 @@ class TensorPart(StoredPart):
         mask = torch.arange(longest) < lengths[:, None]
         return torch.where(mask[:, None], x[..., :longest], 0.0), y, mask
 
+    def own_settings(self) -> Preprocessing:
+        """The settings with the smallest and largest number of these items as 0 and 1, unless their kind gives them."""
+        if self.settings.low == 0 and self.settings.high in (1.0, 255.0, 65535.0):
+            return self.settings
+        low, high = float("inf"), -float("inf")
+        for rows, items in zip(self.rows.split(1024), torch.arange(len(self.rows)).split(1024), strict=True):
+            x = self.raw[rows]
+            if self.lengths is not None:
+                x = x.movedim(1, -1)[torch.arange(x.shape[-1]) < self.lengths[items, None]]
+            low, high = min(low, x.min().item()), max(high, x.max().item())
+        return self.settings if low == high else self.settings._replace(low=low, high=high)
+
     def subset(self, items: Items) -> "TensorPart":
         """These items alone; the raw values are shared."""
         chosen = torch.from_numpy(items)

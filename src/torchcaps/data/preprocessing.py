@@ -156,8 +156,9 @@ def full_scale(raw: Any, x: Tensor) -> float | None:
 def check_scale(raw: Any, x: Tensor, settings: Preprocessing, name: str, made_of: str) -> None:
     """ValueError where numbers cannot be of the scale that `settings` take for 0..1; `x` is raw as a tensor.
 
-    Of bytes and words nothing lies outside. Numbers from 0 to 1 may be beyond by a half, others by as much as their
-    smallest and largest are apart: what is new may be a little more than all that was seen.
+    Of bytes and words nothing lies outside; fractional ones may be beyond by a twentieth, as resizing makes them.
+    Numbers from 0 to 1 may be beyond by a half, others by ten times what their smallest and largest are apart: what is
+    new may be more than all that was seen, and is seldom so much more.
     """
     low, high, own = settings.low, settings.high, full_scale(raw, x)
     least, top = x.min().item(), x.max().item()
@@ -168,11 +169,11 @@ def check_scale(raw: Any, x: Tensor, settings: Preprocessing, name: str, made_of
     if wanted != "numbers":
         if own not in (None, high):
             raise ValueError(f"{said}: give them in that type")
-        if own is None and 0 < top <= 1:
+        if own is None and 0 < top <= 1 and bool((x != x.round()).any()):
             raise ValueError(f"{said}: give the numbers as they were before division by {high:g}")
-        room = 0.0
+        room = high / 20 if x.is_floating_point() else 0.0
     else:
-        room = 0.5 if (low, high) == (0, 1) else high - low
+        room = 0.5 if (low, high) == (0, 1) else 10 * (high - low)
     if least < low - room or top > high + room:
         full = own or (255.0 if top <= 255 else 0.0)
         divided = (low, high) == (0, 1) and least >= 0 and full

@@ -84,6 +84,8 @@ class _Rounds(torch.autograd.Function):
             sums.append(s)
             lses.append(lse)
             V, v = plan.step(s, V, t == plan.iterations - 1, extras)
+        if v is s:  # what is saved must not change where the caller changes the parents in place
+            v = V = v.clone()
         ctx.plan, ctx.windows, ctx.extras = plan, windows, len(extras)
         ctx.save_for_backward(poses, weight, mask, offset, prior, start, *extras, *sums, *lses)
         return (v,) if v is V else (v, V)

@@ -168,6 +168,8 @@ class MetricsFile(Logger):
         super().__init__()
         self.path = Path(run) / "metrics.csv"
         self.columns: list[str] = []
+        self.measured: tuple[int, int] | None = None
+        """(step, epoch) of the weights that are tested, where no training says it."""
 
     @property
     def name(self) -> str:
@@ -185,6 +187,8 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """One more row."""
+        if self.measured is not None:
+            step, metrics = self.measured[0], metrics | {"epoch": self.measured[1]}
         row = {"step": step} | {k: v.item() if isinstance(v, Tensor) else v for k, v in metrics.items()}
         if not self.columns or self.columns != self._header():  # a test of the run may have added some
             self._open()
@@ -240,7 +244,8 @@ class _Begin(Callback):
         self.metrics = metrics
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.metrics.begin(trainer.global_step)
+        if self.metrics in trainer.loggers:  # a trial has none
+            self.metrics.begin(trainer.global_step)
 
 
 def _validation_follows(trainer: pl.Trainer, batch_idx: int) -> bool:
