@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from torchcaps.data import Arrays, Digits, ImageData, SideBySide
 from torchcaps.run.compare import Arm, Comparison, compare, comparison, main, open_data, standard_arms, trial
@@ -482,3 +483,24 @@ def test_the_command_compares_what_a_path_or_a_name_says(tmp_path: Path, capsys:
             open_data(wrong)
     with pytest.raises(ValueError, match="give --backbone too"):
         main([str(tmp_path / "mine.npz"), "--out", str(tmp_path / "b"), "--pretrained"])
+
+
+@pytest.mark.parametrize("option", [["--kind", "signal"], ["--separator", "|"]])
+def test_what_is_said_of_files_is_refused_for_other_data(option: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{option[0]} says something of"):
+        main(["digits", "--out", str(tmp_path / "out"), *option])
+
+
+def test_arrays_and_tables_can_be_told_what_they_hold(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    np.savez(tmp_path / "a.npz", x=random.normal(size=(40, 6, 24)), y=np.arange(40) % 2)
+    for k in range(24):
+        Image.fromarray(random.integers(0, 255, (12, 12), dtype=np.uint8)).save(tmp_path / f"{k}.png")
+    labels = ["cat|dog", "dog", "", "cat"]
+    rows = [f"{k}.png,{labels[k % 4]}" for k in range(24)]
+    (tmp_path / "table.csv").write_text("\n".join(["path,label", *rows]))
+    brief = ["--seeds", "1", "--epochs", "1", "--arms", "linear", "--no_robustness"]
+    signals = main([str(tmp_path / "a.npz"), "--kind", "signal", "--out", str(tmp_path / "s"), *brief])
+    several = main([str(tmp_path / "table.csv"), "--separator", "|", "--out", str(tmp_path / "m"), *brief])
+    assert signals.measure == "accuracy"
+    assert several.measure == "exact_match"

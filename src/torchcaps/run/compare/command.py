@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> Comparison:
     parser.add_argument("--out", required=True, help="folder for report.html, results.csv, results.json, records/")
     parser.add_argument("--name", help="of the data in the report; by default that of the file or folder")
     parser.add_argument("--root", default="data", help="folder of torchvision's sets")
+    parser.add_argument("--kind", choices=("signal", "image", "volume"), help="of the arrays of an .npz, where unclear")
+    parser.add_argument("--separator", help="between several labels of an image in a .csv, such as '|'")
     parser.add_argument("--seeds", type=int, default=3, help="so many networks of each arm (%(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="of training each (%(default)s)")
     parser.add_argument("--batch_size", type=int, default=64, help="of every arm (%(default)s)")
@@ -91,7 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> Comparison:
     check_place(Path(given.out), folder=True)
     augment = Augment(shift=given.shift, flip=given.flip, degrees=given.degrees)
     data = open_data(
-        given.data, given.root, batch_size=given.batch_size, augment=None if augment == Augment() else augment
+        given.data,
+        given.root,
+        batch_size=given.batch_size,
+        augment=None if augment == Augment() else augment,
+        **_settings_of_files(given),
     )
     return compare(
         data,
@@ -110,6 +116,18 @@ def main(arguments: Sequence[str] | None = None) -> Comparison:
         label_fractions=given.label_fractions,
         name=given.name or Path(given.data).stem,
     )
+
+
+def _settings_of_files(given: argparse.Namespace) -> dict[str, Any]:
+    """What is said of a file's contents, and makes sense for its kind alone."""
+    found = {}
+    for name, endings in (("kind", (".npz",)), ("separator", (".csv", ".tsv"))):
+        value = getattr(given, name)
+        if value is not None and not given.data.lower().endswith(endings):
+            raise ValueError(f"--{name} says something of {' or '.join(endings)}, and {given.data} is none")
+        if value is not None:
+            found[name] = value
+    return found
 
 
 def _backbone(name: str | None, pretrained: bool) -> dict[str, Any] | None:
