@@ -546,12 +546,12 @@ uniform first round: the leak takes no share
 @ routing/_rounds.py: test_streamed.py
 
 streamed gradient: the state of the round before has none
-- dV = dV + plan.step.scale * _ops.backward_state(plan.backend, ch, r)
-+ dV = dV + 0 * _ops.backward_state(plan.backend, ch, r)
+- alpha=plan.step.scale)
++ alpha=0.0)
 
 streamed gradient: the agreement's scale forgotten
-- dV = dV + plan.step.scale *
-+ dV = dV + 1.0 *
+- alpha=plan.step.scale)
++ alpha=1.0)
 
 streamed gradient: detached rounds go on
 - if plan.detach == "all_but_last":
