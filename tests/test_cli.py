@@ -242,17 +242,20 @@ def test_two_trainings_never_share_a_folder(a_run, tmp_path, capsys):
 def test_a_training_that_is_told_to_stop_says_how_to_go_on(by, tmp_path):
     run = tmp_path / "run"
     arguments = ["fit", "--config", "digits_capsule_head", "--run", str(run), "--trainer.max_epochs", "1000"]
-    program = f"from torchcaps.cli import main; main({arguments!r})"
-    at_work = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    until = time.monotonic() + 120
-    while not (run / "checkpoints" / "last.ckpt").exists():
-        assert at_work.poll() is None, at_work.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.2)
-    at_work.send_signal(by)
-    _, said = at_work.communicate(timeout=120)
+    own = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # in the background it is ignored
+    program = f"{own}; from torchcaps.cli import main; main({arguments!r})"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as at_work:
+        try:
+            until = time.monotonic() + 120
+            while not (run / "checkpoints" / "last.ckpt").exists():
+                assert at_work.poll() is None, at_work.communicate()
+                assert time.monotonic() < until
+                time.sleep(0.2)
+            at_work.send_signal(by)
+            _, said = at_work.communicate(timeout=120)
+        finally:
+            at_work.kill()
     assert at_work.returncode == 128 + by
     assert f"To go on: torchcaps fit --config {run}/config.yaml --run {run} --ckpt_path last" in said
 

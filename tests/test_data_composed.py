@@ -18,7 +18,7 @@ K, H, W = 5, 6, 4
 def base(n: int = 200, **settings: Any) -> Arrays:
     """Images that say who they are: each has its own level of grey, from 1/255 on; its class is its number modulo 5."""
     x = (np.arange(n) + 1).astype(np.uint8)[:, None, None].repeat(H, 1).repeat(W, 2)
-    return Arrays(x, np.arange(n) % K, **settings)
+    return Arrays(x, np.arange(n) % K, **{"kind": "image", **settings})
 
 
 def everything(loader: Any) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def ones(classes: int = 4, each: int = 30) -> Arrays:
     """White images of one pixel less than the frame: where they lie can be read off."""
     x = np.zeros((classes * each, H, W), np.uint8)
     x[:, 1:-1, 1:-1] = 102
-    return Arrays(x, np.arange(classes * each) % classes)
+    return Arrays(x, np.arange(classes * each) % classes, kind="image")
 
 
 def test_overlapping_images_are_added_and_clipped_where_they_overlap() -> None:
@@ -86,7 +86,7 @@ def test_overlapping_images_are_added_and_clipped_where_they_overlap() -> None:
     assert (y.sum(1) == 2).all()
     assert set(levels(x).unique().tolist()) == {0, 102, 204}
     torch.testing.assert_close(x.sum((1, 2, 3)), torch.full((2000,), 2 * 8 * 102 / 255))
-    bright = Arrays(np.full((120, H, W), 200, np.uint8), np.arange(120) % 4)
+    bright = Arrays(np.full((120, H, W), 200, np.uint8), np.arange(120) % 4, kind="image")
     values = {
         o: set(levels(everything(MultiMNIST(bright, overlay=o).train_dataloader())[0]).unique().tolist())
         for o in ("add", "mean", "max")
@@ -130,7 +130,7 @@ def test_partners_are_uniform_over_all_images_of_other_classes() -> None:
     labels = np.array([0] * 5 + [1] * 2 + [2] * 3)
     rng = np.random.default_rng(0)
     rng.shuffle(labels)
-    data = Arrays(np.zeros((10, 2, 2), np.uint8), labels, val_fraction=0, test_fraction=0)
+    data = Arrays(np.zeros((10, 2, 2), np.uint8), labels, kind="image", val_fraction=0, test_fraction=0)
     part = data.parts.train
     partners = Partners(part, 3, seed=0)  # type: ignore[arg-type]
     for first in range(10):
@@ -156,7 +156,7 @@ def test_no_part_takes_images_of_another(kind: type[Any]) -> None:
     n = 200
     x = np.zeros((n, n, 4), np.uint8)
     x[np.arange(n), np.arange(n)] = 255  # each image has a row of its own
-    single = Arrays(x, np.arange(n) % K)
+    single = Arrays(x, np.arange(n) % K, kind="image")
     settings: dict[str, Any] = {} if kind is SideBySide else {"pad": 0}
     if kind in (MultiMNIST, DiverseMultiMNIST):
         settings["shift"] = 0
