@@ -201,7 +201,7 @@ def _imports(node: ast.stmt) -> bool:
 
 
 def _anchor(name: str) -> str:
-    return name.lower().replace(".", "-").strip("_")
+    return name.replace(".", "-").strip("_")  # as it is written: em and EM stand on one page
 
 
 def _written(row: Row) -> str:

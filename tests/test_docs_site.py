@@ -176,6 +176,14 @@ def test_tex_becomes_mathml_and_what_cannot_is_named() -> None:
             with_mathml(f'<span class="arithmatex">\\({wrong}\\)</span>')
 
 
+def test_a_link_in_the_contents_leads_to_its_own_name() -> None:
+    """`em` and `EM`, `squash` and `_Squash` stand on one page."""
+    for path in FILES:
+        found = re.findall(r"\{ #([\w-]+) \.name \}", page(read(path), path))
+        assert found
+        assert len(found) == len(set(found)), path
+
+
 def test_figures_come_from_the_records_and_what_is_not_there_is_an_error() -> None:
     table = with_figures("Before\n\n<!-- speed fc -->\n\nAfter")
     record = json.loads((DOCS / "measurements" / "layers.json").read_text("utf-8"))
