@@ -34,6 +34,7 @@ from torchcaps.cli.recipes import with_files
 from torchcaps.data import ImageData
 from torchcaps.losses import MarginLoss
 from torchcaps.run.build import build
+from torchcaps.run.files import write_whole
 from torchcaps.training import Classification, MetricsFile, Optimization, read_checkpoint, trainer_settings
 from torchcaps.training.scores import Link
 
@@ -129,11 +130,7 @@ class _SaveConfig(SaveConfigCallback):
             return
         config = self.config.clone()
         config.ckpt_path = None  # what a run goes on from is not what it is
-        path = Path(config.run) / "config.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(_as_yaml(self.parser, config), "utf-8")
-        os.replace(part, path)
+        write_whole(Path(config.run) / "config.yaml", _as_yaml(self.parser, config))
 
 
 class _Cli(LightningCLI):
