@@ -220,8 +220,8 @@ ABOUT = (
     "divergence with one step of mixing by dynamic routing, on 20,000 images. **Competition** is added here: experts "
     "that win images for themselves (`torchcaps.energy.compete`), around the mean capsule, which ends F(-x) = F(x), "
     'the cause of photographic negatives; coupling is uniform there, and by routing in "routed". It '
-    "knows no negatives: on MNIST it likes capsules of random direction better than those of images. The autoencoder of "
-    "a set, one epoch over the 60,000 training images, was trained twice from the same seed, on two machines: the "
+    "knows no negatives: on MNIST it likes capsules of random direction better than those of images. The autoencoder "
+    "of a set, one epoch over the 60,000 training images, was trained twice from the same seed, on two machines: the "
     "paper's on MNIST with seed 0 and competition stand on the first, all others on the second. Probes learn from "
     "10,000 and are tested on the 10,000 test images; errors and free energies of other capsules are of 2,000. ± is "
     "the standard deviation over "
